@@ -1,0 +1,35 @@
+"""Configuration of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+EngineKind = Literal["torch", "null"]
+ENGINE_KINDS: tuple[EngineKind, ...] = ("torch", "null")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine thread is told at its start. Values are copied into locals there."""
+
+    kind: EngineKind = "torch"
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    max_model_len: int | None = None  # tokens of prompt and output together; None: what the model allows
+    max_num_seqs: int = 64  # sequences that run at once
+    max_num_batched_tokens: int = 512  # prefill tokens a step
+    kv_cache_gb: float = 2.0  # share of RAM for the KV cache on the CPU
+    torch_threads: int | None = None  # CPU threads of the device's own operators; None: all that we may use
+    null_step_ms: float = 0.0  # null engine: pause between steps
+
+    def resolve(self, *, model_max_len: int) -> EngineConfig:
+        """Return a copy with `max_model_len` filled in and bounded by the model.
+
+        Raises:
+            ValueError: `max_model_len` is larger than the model's.
+        """
+        wanted = self.max_model_len
+        if wanted is not None and wanted > model_max_len:
+            raise ValueError(f"--max-model-len {wanted} is more than the model's {model_max_len}")
+        return replace(self, max_model_len=wanted or model_max_len)

@@ -1,0 +1,106 @@
+"""Run the model over the flat batch of a step. Engine thread only, the one that touches the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ftserve.engine.attention import KVCache, PagedBatch, PromptChunk
+from ftserve.engine.scheduler import StepPlan
+from ftserve.engine.sequence import Sequence
+
+
+class ModelRunner:
+    """A model, its cache, and the tables that tell one from the other's numbers."""
+
+    def __init__(self, model: PreTrainedModel, cache: KVCache, *, max_num_seqs: int, max_model_len: int) -> None:
+        self._model = model
+        self._cache = cache
+        self._device = model.device
+        # Blocks of each running sequence, by its slot; what lies beyond its own is stale and never read.
+        self._tables = np.zeros((max_num_seqs, -(-max_model_len // cache.block_size)), np.int64)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> Tensor:
+        """Compute the step and return logits, in the model's dtype, [number of `plan.sampled()`, vocabulary]."""
+        for sequence in plan.regrown:
+            self._tables[sequence.slot, : len(sequence.blocks)] = sequence.blocks
+        token_ids, positions = self._tokens(plan)
+        rows_to_keep = self._sampled_rows(plan)
+        output = self._model(
+            input_ids=self._upload(token_ids)[None],
+            position_ids=self._upload(positions)[None],
+            use_cache=False,
+            logits_to_keep=self._upload(rows_to_keep),
+            paged=self._paged_batch(plan, positions),
+        )
+        return output.logits[0]  # type: ignore[no-any-return]
+
+    def clear(self, blocks: list[int]) -> None:
+        """Make blocks harmless that hold values which are no numbers."""
+        with torch.inference_mode():
+            self._cache.clear(blocks)
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def _tokens(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and positions of the flat batch, int64 [T] each."""
+        token_ids = [sequence.token_ids[-1] for sequence in plan.decodes]
+        positions = [sequence.num_computed for sequence in plan.decodes]
+        for sequence, count in plan.prefills:
+            start = sequence.num_computed
+            token_ids += sequence.token_ids[start : start + count]
+            positions += range(start, start + count)
+        return np.array(token_ids, np.int64), np.array(positions, np.int64)
+
+    def _sampled_rows(self, plan: StepPlan) -> np.ndarray:
+        rows = list(range(len(plan.decodes)))
+        end = len(rows)
+        for sequence, count in plan.prefills:
+            end += count
+            if count == sequence.num_pending:
+                rows.append(end - 1)
+        return np.array(rows, np.int64)
+
+    def _paged_batch(self, plan: StepPlan, positions: np.ndarray) -> PagedBatch:
+        """Return where the tokens of the step, at `positions` of their sequences, find their cache."""
+        size, num_decodes = self._cache.block_size, len(plan.decodes)
+        slots = [sequence.slot for sequence in plan.decodes]
+        for sequence, count in plan.prefills:
+            slots += [sequence.slot] * count
+        rows = self._tables[slots, positions // size] * size + positions % size
+        context_lens = positions[:num_decodes] + 1
+        return PagedBatch(
+            cache=self._cache,
+            rows=self._upload(rows),
+            num_decodes=num_decodes,
+            tables=self._upload(self._decode_tables(slots[:num_decodes], context_lens)),
+            context_lens=self._upload(context_lens),
+            chunks=self._chunks(plan),
+        )
+
+    def _decode_tables(self, slots: list[int], context_lens: np.ndarray) -> np.ndarray:
+        """Return the block tables of the decoding sequences, cut to the longest, padded with the null block."""
+        if not slots:
+            return np.zeros((0, 0), np.int64)
+        used = -(-context_lens // self._cache.block_size)
+        longest = int(used.max())
+        return np.where(np.arange(longest) < used[:, None], self._tables[slots, :longest], 0)
+
+    def _chunks(self, plan: StepPlan) -> list[PromptChunk]:
+        chunks, start = [], len(plan.decodes)
+        for sequence, count in plan.prefills:
+            context_len = sequence.num_computed + count
+            used = -(-context_len // self._cache.block_size)
+            blocks = self._upload(np.array(sequence.blocks[:used], np.int64))
+            chunks.append(PromptChunk(start, count, context_len, blocks))
+            start += count
+        return chunks
+
+
+def sequences_of(plan: StepPlan) -> list[Sequence]:
+    """Return every sequence that takes part in a step."""
+    return plan.decodes + [sequence for sequence, _ in plan.prefills]

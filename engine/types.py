@@ -1,0 +1,108 @@
+"""What crosses the border of the engine: a request in, token events out.
+
+Ownership: the thread that submits a `GenerationRequest` gives it away; the engine thread hands it back inside
+each `TokenEvent`. Neither side mutates what it has handed over, with one exception that is part of the hand-over:
+the engine thread writes the engine's stamps of `RequestTimes` before it emits the first and the last event.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # end-of-sequence or stop token, or a stop string
+    LENGTH = "length"  # max_tokens, or the model's length
+    CANCELLED = "cancelled"  # by `EngineClient.cancel`
+    ERROR = "error"  # `TokenEvent.error` says why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Ranges are checked at the wire; defaults mean "off"."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop: tuple[str, ...] = ()  # matched by the output threads, which then cancel the sequence
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """`time.monotonic()` stamps of one request, in seconds; 0.0 means "not reached".
+
+    Each field has one writer, and each reader comes after it in the request's path (HTTP thread, preprocess
+    thread, engine thread, output thread), so the hand-over from thread to thread orders every access.
+    """
+
+    arrival: float = 0.0  # HTTP thread: the request's head was read
+    body_read: float = 0.0  # HTTP thread: the body is whole
+    preprocess_start: float = 0.0  # preprocess thread: taken from the pool's queue
+    validated: float = 0.0  # preprocess thread
+    templated: float = 0.0  # preprocess thread
+    tokenized: float = 0.0  # preprocess thread
+    submitted: float = 0.0  # preprocess thread: pushed into the engine's inbox
+    admitted: float = 0.0  # engine thread: taken from the inbox
+    scheduled: float = 0.0  # engine thread: first step that works on it
+    first_token: float = 0.0  # engine thread
+    finished: float = 0.0  # engine thread
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class GenerationRequest:
+    """One sequence to generate. Compared by identity; an HTTP request with n choices submits n of these."""
+
+    request_id: str
+    index: int  # which choice of the HTTP request this is
+    prompt_ids: Sequence[int]  # token ids, each 0 <= id < vocabulary size
+    sampling: SamplingParams
+    lane: int  # the output thread that receives this request's events
+    route: object  # opaque to the engine: the receiver's own state
+    deadline: float | None = None  # time.monotonic() seconds
+    priority: int = 0  # smaller is sooner
+    cache_salt: bytes = b""  # separates tenants in the prefix cache
+    times: RequestTimes = field(default_factory=RequestTimes)
+
+    def is_expired(self, now: float | None = None) -> bool:
+        return self.deadline is not None and (time.monotonic() if now is None else now) >= self.deadline
+
+
+@dataclass(slots=True, eq=False)
+class TokenEvent:
+    """News of one sequence from one step: tokens, and at its end exactly one finish reason.
+
+    Made by the engine thread and owned by the output thread from then on; not frozen because a frozen
+    dataclass costs three times as much to make, and one is made per token.
+    """
+
+    request: GenerationRequest
+    token_ids: Sequence[int]  # new tokens, in order; may be empty in a final event
+    finish_reason: FinishReason | None = None  # set on the last event of a sequence, and only there
+    stop_token_id: int | None = None  # the token in `token_ids[-1]` that ended it; it is not part of the text
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache saved; set on the first event
+    error: Exception | None = None  # with FinishReason.ERROR; an FtserveError when it may be shown
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one HTTP request, summed over its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0

@@ -1,0 +1,75 @@
+"""The commands that check this project, each defined once; `make test` and CI run these sessions.
+
+scripts/bootstrap makes both environments with pinned versions, so no session makes one of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+FREE_THREADED = ROOT / ".venv" / "bin"
+WITH_GIL = ROOT / ".venv-gil" / "bin"
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "types", "tests_gil", "tests"]
+
+# CI reads the end of the log, which belongs to pytest. What fails is still said.
+logging.getLogger("nox").setLevel(logging.WARNING)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests on the free-threaded interpreter with the GIL off."""
+    session.run(str(FREE_THREADED / "python"), "-m", "pytest", *session.posargs, env={"PYTHON_GIL": "0"})
+
+
+@nox.session
+def tests_gil(session: nox.Session) -> None:
+    """Run the tests that talk to the server from outside, with the newest OpenAI SDK, on a Python with the GIL."""
+    session.run(str(WITH_GIL / "python"), "-m", "pytest", "tests/clients", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, imports and formatting with ruff."""
+    session.run(str(WITH_GIL / "ruff"), "check", *session.posargs)
+    session.run(str(WITH_GIL / "ruff"), "format", "--check")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types with mypy, against the packages that the server runs with."""
+    mypy = str(WITH_GIL / "mypy")
+    session.run(mypy, "noxfile.py", "scripts")
+    installed = ("--python-executable", str(FREE_THREADED / "python"))
+    session.env["MYPYPATH"] = str(importable(session))
+    session.run(mypy, *installed, "--package", "ftserve")
+    session.run(mypy, *installed, "tests", "benchmarks")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks and compare them with the goals."""
+    session.run(str(FREE_THREADED / "python"), "benchmarks/gate.py", *session.posargs, env={"PYTHON_GIL": "0"})
+
+
+def importable(session: nox.Session) -> Path:
+    """Return a folder in which the package lies as it is imported.
+
+    mypy does not see the mapping of an editable install. Links, unlike a normal install, need no build and let its
+    messages lead to the files themselves.
+    """
+    site = Path(session.create_tmp()) / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    package = site / "ftserve"
+    package.mkdir(parents=True)
+    for folder in ("engine", "preprocess", "server"):
+        (package / folder).symlink_to(ROOT / folder)
+    for module in (ROOT / "server" / "ftserve").iterdir():
+        (package / module.name).symlink_to(module)
+    return site

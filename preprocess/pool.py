@@ -1,0 +1,107 @@
+"""The preprocessing threads.
+
+Guarantees:
+    - A job that was accepted runs exactly once, on one thread, unless the pool is closed first; then `abandon` is
+      called with it, once.
+    - Each thread builds its own worker state (tokenizer, template), so no job takes a lock that another job holds.
+
+Shared fields: the queue only. `queue.SimpleQueue` takes a per-object mutex for tens of nanoseconds and hands an item
+directly to a parked reader; the pool is allowed to block, so it needs no lock-free structure.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+log = logging.getLogger("ftserve.preprocess")
+
+J = TypeVar("J")
+
+
+class PreprocessPool(Generic[J]):
+    """`num_threads` threads that take jobs first come, first served."""
+
+    def __init__(
+        self,
+        num_threads: int,
+        make_worker: Callable[[], Callable[[J], None]],
+        abandon: Callable[[J], None],
+        *,
+        on_thread_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare the pool.
+
+        Args:
+            make_worker: called once on each thread; what it returns is called with each job and must not raise.
+            abandon: called with each job that the closed pool will not run; on the closing thread.
+            on_thread_start: called first on each thread, before `make_worker`.
+        """
+        self._jobs: SimpleQueue[J | None] = SimpleQueue()
+        self._make_worker = make_worker
+        self._abandon = abandon
+        self._on_thread_start = on_thread_start
+        self._loaded = threading.Semaphore(0)
+        self._failures: SimpleQueue[BaseException] = SimpleQueue()
+        self.native_ids: list[int] = []  # appended by each thread at its start, before `wait_loaded` returns
+        self._threads = [
+            threading.Thread(target=self._run, name=f"ftserve-pre-{k}", daemon=True) for k in range(num_threads)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def wait_loaded(self) -> None:
+        """Wait until every thread has built its worker; re-raises what one of them raised."""
+        for _ in self._threads:
+            self._loaded.acquire()
+        try:
+            raise self._failures.get_nowait()
+        except Empty:
+            return
+
+    def put(self, job: J) -> None:
+        """Queue a job. Any thread; never blocks. Whoever calls bounds how many are in flight."""
+        self._jobs.put(job)
+
+    def depth(self) -> int:
+        """Return how many jobs wait for a thread."""
+        return self._jobs.qsize()
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Stop after the running jobs; abandon those that wait. False if a thread has not ended in time."""
+        while (job := self._take()) is not None:
+            self._abandon(job)
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _take(self) -> J | None:
+        try:
+            return self._jobs.get_nowait()
+        except Empty:
+            return None
+
+    def _run(self) -> None:
+        self.native_ids.append(threading.get_native_id())
+        try:
+            self._on_thread_start()
+            work = self._make_worker()
+        except BaseException as exc:  # noqa: BLE001 - raised again by `wait_loaded`
+            self._failures.put(exc)
+            return
+        finally:
+            self._loaded.release()
+        get = self._jobs.get
+        while (job := get()) is not None:
+            try:
+                work(job)
+            except Exception:
+                log.exception("a preprocessing job raised; its request is lost, which is a bug")
+            del job  # a parked thread must not keep the last request alive

@@ -1,0 +1,161 @@
+"""Routes. Everything here runs on an HTTP thread and never blocks: what takes time goes to the preprocess pool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+import ftserve
+from ftserve.engine.client import EngineClient
+from ftserve.engine.errors import FtserveError, ModelNotFoundError
+from ftserve.engine.loop import EngineState
+from ftserve.preprocess.pool import PreprocessPool
+from ftserve.server.admission import Admission
+from ftserve.server.chat import prepare_chat
+from ftserve.server.completions import prepare_completion
+from ftserve.server.exchange import Exchange
+from ftserve.server.generation import GenerationWorker, Job, Prepared
+from ftserve.server.model import ServedModel
+from ftserve.server.problems import DRAINING, JSON_HEADERS, LOADING, HttpError, Problem, problem_of
+
+METRICS_HEADERS = [("content-type", "text/plain; version=0.0.4; charset=utf-8")]
+
+MAX_STEP_AGE_S = 300.0  # a step that takes longer is taken for stuck
+
+Prepare = Callable[[GenerationWorker, Exchange], Prepared]
+
+_GENERATIONS: dict[str, Prepare] = {
+    "/v1/chat/completions": prepare_chat,
+    "/v1/completions": prepare_completion,
+}
+
+
+class App:
+    """The request handler that `HttpServer` calls."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        engine: EngineClient,
+        pool: PreprocessPool[Job],
+        admission: Admission,
+        registry: CollectorRegistry,
+        *,
+        max_body_bytes: int,
+    ) -> None:
+        self.is_draining = False  # written once by the main thread; HTTP threads read it
+        self._model = model
+        self._engine = engine
+        self._pool = pool
+        self._admission = admission
+        self._registry = registry
+        self._max_body_bytes = max_body_bytes
+        self._pages: dict[str, Callable[[Exchange], None]] = {
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._metrics,
+            "/version": self._version,
+            "/v1/models": self._models,
+        }
+
+    def __call__(self, exchange: Exchange) -> None:
+        """Answer, or see to it that somebody does. HTTP thread; never raises."""
+        try:
+            self._route(exchange)
+        except Exception as exc:  # noqa: BLE001 - the one door to error answers
+            exchange.refuse(problem_of(exc, exchange.request_id))
+
+    def _route(self, exchange: Exchange) -> None:
+        path, method = exchange.path, exchange.method
+        prepare = _GENERATIONS.get(path)
+        if prepare is not None:
+            _allow(method, "POST")
+            self._generate(exchange, prepare)
+        elif (page := self._pages.get(path)) is not None:
+            _allow(method, "GET", "HEAD")
+            page(exchange)
+        elif path.startswith("/v1/models/"):
+            _allow(method, "GET", "HEAD")
+            self._one_model(exchange, path.removeprefix("/v1/models/"))
+        else:
+            raise HttpError(404, f"There is nothing at {method} {path[:200]}.")
+
+    def _generate(self, exchange: Exchange, prepare: Prepare) -> None:
+        if (problem := self._refusal()) is not None:
+            exchange.refuse(problem)
+            return
+        self._check_head(exchange)
+        exchange.read_body(then=lambda: self._enqueue(exchange, prepare), failed=lambda: _truncated(exchange))
+
+    def _refusal(self) -> Problem | None:
+        """Return why no generation can be taken now, if so."""
+        if self.is_draining:
+            return DRAINING
+        if self._engine.death is not None:
+            return problem_of(self._engine.death)
+        return LOADING if self._engine.state is EngineState.LOADING else None
+
+    def _check_head(self, exchange: Exchange) -> None:
+        content_type = exchange.headers.get("content-type")
+        if content_type is not None and "json" not in content_type.lower():
+            raise HttpError(415, "The body must be JSON; send 'content-type: application/json'.")
+        length = exchange.headers.get("content-length")
+        if length is None:  # granian would collect it without a bound
+            raise HttpError(411, "Send the body with a content-length.")
+        if int(length) > self._max_body_bytes:
+            raise HttpError(413, f"The body is larger than {self._max_body_bytes} bytes.")
+
+    def _enqueue(self, exchange: Exchange, prepare: Prepare) -> None:
+        try:
+            self._admission.enter()
+        except FtserveError as exc:
+            exchange.refuse(problem_of(exc))
+            return
+        exchange.on_end(self._admission.leave)
+        exchange.watch_disconnect()
+        self._pool.put(Job(exchange, prepare))
+
+    def _health(self, exchange: Exchange) -> None:
+        stats = self._engine.stats()
+        if (death := self._engine.death) is not None:
+            exchange.refuse(problem_of(death))
+        elif stats.step_age_s > MAX_STEP_AGE_S:
+            exchange.refuse(Problem(503, "service_unavailable", "The engine is stuck in a step.", code="engine_stuck"))
+        else:
+            _json(exchange, {"status": "ok", "engine": stats.state.value})
+
+    def _ready(self, exchange: Exchange) -> None:
+        problem = self._refusal()
+        if problem is not None:
+            exchange.refuse(problem)
+        else:
+            _json(exchange, {"status": "ready"})
+
+    def _metrics(self, exchange: Exchange) -> None:
+        exchange.respond(200, METRICS_HEADERS, generate_latest(self._registry).decode())
+
+    def _version(self, exchange: Exchange) -> None:
+        _json(exchange, {"version": ftserve.__version__})
+
+    def _models(self, exchange: Exchange) -> None:
+        _json(exchange, {"object": "list", "data": [self._model.public()]})
+
+    def _one_model(self, exchange: Exchange, name: str) -> None:
+        if name != self._model.name:
+            raise ModelNotFoundError(f"The model '{name[:200]}' does not exist here.")
+        _json(exchange, self._model.public())
+
+
+def _allow(method: str, *methods: str) -> None:
+    if method not in methods:
+        raise HttpError(405, f"{method[:20]} is not allowed here; use {methods[0]}.")
+
+
+def _truncated(exchange: Exchange) -> None:
+    exchange.refuse(Problem(400, "invalid_request_error", "The body ended before it was whole.", code="truncated_body"))
+
+
+def _json(exchange: Exchange, content: dict[str, object]) -> None:
+    exchange.respond(200, JSON_HEADERS, json.dumps(content))

@@ -1,0 +1,78 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ftserve.engine.errors import InvalidRequestError
+from ftserve.engine.types import Usage
+from ftserve.preprocess.vocabulary import json_escape
+from ftserve.server.exchange import Exchange
+from ftserve.server.generation import GenerationWorker, Prepared
+from ftserve.server.reply import usage_json
+from ftserve.server.wire import ChatRequest, parse, text_of
+
+
+def prepare_chat(worker: GenerationWorker, exchange: Exchange) -> Prepared:
+    """Turn a chat body into one prompt. Preprocess thread."""
+    times = exchange.times
+    body, exchange.body = exchange.body, b""
+    fields = parse(ChatRequest, body)
+    worker.check_model(fields.model)
+    if worker.template is None:
+        raise InvalidRequestError("This model has no chat template; use /v1/completions.")
+    messages = text_of(fields.messages)
+    times.validated = time.monotonic()
+    text = worker.template.render(
+        messages,
+        add_generation_prompt=fields.add_generation_prompt is not False,
+        kwargs=fields.chat_template_kwargs,
+    )
+    times.templated = time.monotonic()
+    prompt = worker.encode(text, False)  # the template has written the special tokens itself
+    times.tokenized = time.monotonic()
+    max_tokens = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
+    reply_format = ChatFormat(exchange.request_id, worker.model.name, include_usage=fields.wants_usage())
+    return Prepared(fields, [prompt], max_tokens, reply_format)
+
+
+class ChatFormat:
+    """Chat completion objects and chunks, put together from parts that are built once a request."""
+
+    __slots__ = ("_chunk_head", "_chunk_tail", "_delta_heads", "_head")
+
+    def __init__(self, request_id: str, model: str, *, include_usage: bool) -> None:
+        self._head = (
+            f'"id":"chatcmpl-{json_escape(request_id)}","created":{int(time.time())},"model":"{json_escape(model)}"'
+        )
+        self._chunk_head = f'data: {{{self._head},"object":"chat.completion.chunk"'
+        self._chunk_tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
+        self._delta_heads: dict[int, str] = {}  # by index of the choice
+
+    def opening(self, index: int) -> str:
+        return self._chunk(f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"finish_reason":null}}')
+
+    def delta(self, index: int, escaped: str) -> str:
+        head = self._delta_heads.get(index)
+        if head is None:
+            head = f'{self._chunk_head},"choices":[{{"index":{index},"delta":{{"content":"'
+            self._delta_heads[index] = head
+        return f'{head}{escaped}"}},"finish_reason":null}}]{self._chunk_tail}'
+
+    def closing(self, index: int, finish_reason: str) -> str:
+        return self._chunk(f'{{"index":{index},"delta":{{}},"finish_reason":"{finish_reason}"}}')
+
+    def usage(self, usage: Usage) -> str:
+        return f'{self._chunk_head},"choices":[],"usage":{usage_json(usage)}}}\n\n'
+
+    def whole(self, choices: Sequence[tuple[str, str]], usage: Usage) -> str:
+        parts = [
+            f'{{"index":{k},"message":{{"role":"assistant","content":"{text}","refusal":null}},'
+            f'"logprobs":null,"finish_reason":"{reason}"}}'
+            for k, (text, reason) in enumerate(choices)
+        ]
+        return f'{{{self._head},"object":"chat.completion","choices":[{",".join(parts)}],"usage":{usage_json(usage)}}}'
+
+    def _chunk(self, choice: str) -> str:
+        return f'{self._chunk_head},"choices":[{choice}]{self._chunk_tail}'

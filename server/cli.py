@@ -1,0 +1,198 @@
+"""The command line. Defaults are read from the configuration classes; each option can come from `FTSERVE_*` too."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ftserve.engine.config import ENGINE_KINDS, EngineConfig
+from ftserve.engine.errors import FtserveError
+from ftserve.server.config import DEFAULT_MODEL, ServerConfig, ThreadPlan, default_threads
+
+ENVIRONMENT_PREFIX = "FTSERVE_"
+
+
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Run the server until a signal ends it, then end the process."""
+    config = parse_arguments(arguments)
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    for noisy in ("httpx", "httpcore", "filelock"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch in pool threads; the engine sets its own number
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from ftserve.server.service import Service, check_environment
+
+    stop, abort = threading.Event(), threading.Event()
+
+    def on_signal(_number: int, _frame: object) -> None:
+        if stop.is_set():
+            abort.set()
+        stop.set()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        check_environment()
+        service = Service(config)
+        service.start()
+        service.run(stop)
+    except (FtserveError, ValueError, OSError, RuntimeError) as exc:
+        sys.stderr.write(f"ftserve: {exc}\n")
+        _exit(1)
+    service.stop(abort)
+    _exit(0)
+
+
+def _exit(code: int) -> NoReturn:
+    """End now: finalizing an interpreter under granian's threads aborts it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
+    """Turn arguments and environment into a configuration; exits with code 2 on a bad one."""
+    parser = _parser()
+    parser.set_defaults(**_environment_defaults(parser))
+    options = parser.parse_args(arguments)
+    if options.threads < 1:
+        parser.error(f"argument --threads: {options.threads} is not a positive number")
+    threads = ThreadPlan.split(
+        options.threads, http=options.http_threads, preprocess=options.preprocess_threads, output=options.output_threads
+    )
+    engine = EngineConfig(
+        kind=options.engine,
+        device=options.device,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        kv_cache_gb=options.kv_cache_gb,
+        torch_threads=options.torch_threads,
+        null_step_ms=options.null_step_ms,
+    )
+    return ServerConfig(
+        model=options.model,
+        served_model_name=options.served_model_name,
+        host=options.host,
+        port=options.port,
+        threads=threads,
+        http_scheduler=options.http_scheduler,
+        max_concurrent_requests=options.max_concurrent_requests,
+        request_timeout_s=options.request_timeout,
+        shutdown_timeout_s=options.shutdown_timeout,
+        stall_timeout_s=options.stall_timeout,
+        log_level=options.log_level,
+        engine=engine,
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    server, engine = ServerConfig, EngineConfig()
+    defaults = {name: field.default for name, field in server.__dataclass_fields__.items()}
+    parser = argparse.ArgumentParser(
+        prog="ftserve",
+        description="Serve an LLM to OpenAI clients from one process of free-threaded Python.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL, help="built-in name, directory, or Hugging Face hub id"
+    )
+    http = parser.add_argument_group("HTTP")
+    http.add_argument("--host", default=defaults["host"], help="address to listen on")
+    http.add_argument("--port", type=int, default=defaults["port"], help="port to listen on; 0 takes a free one")
+    http.add_argument("--served-model-name", default=None, help="the name that clients use, if not the model's own")
+    http.add_argument(
+        "--http-scheduler",
+        choices=("direct", "asyncio"),
+        default=defaults["http_scheduler"],
+        help="how requests leave granian: straight, or as coroutines of an event loop",
+    )
+    threads = parser.add_argument_group("threads")
+    threads.add_argument(
+        "--threads",
+        type=int,
+        default=int(os.environ.get("WEB_CONCURRENCY", default_threads())),
+        help="HTTP, preprocessing and output threads together",
+    )
+    for role in ("http", "preprocess", "output"):
+        threads.add_argument(f"--{role}-threads", type=_positive, default=None, help=f"{role} threads, if not split")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-concurrent-requests",
+        type=_positive,
+        default=defaults["max_concurrent_requests"],
+        help="requests inside at once; more get 429",
+    )
+    limits.add_argument(
+        "--request-timeout",
+        type=float,
+        default=defaults["request_timeout_s"],
+        help="seconds until a request is ended with 408",
+    )
+    limits.add_argument(
+        "--stall-timeout",
+        type=float,
+        default=defaults["stall_timeout_s"],
+        help="seconds until a client that reads nothing is cut off",
+    )
+    limits.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=defaults["shutdown_timeout_s"],
+        help="seconds that SIGTERM leaves to open requests",
+    )
+    inside = parser.add_argument_group("engine")
+    inside.add_argument("--engine", choices=ENGINE_KINDS, default=engine.kind, help="null answers without a model")
+    inside.add_argument("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")
+    inside.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default=engine.dtype, help="weights"
+    )
+    inside.add_argument("--max-model-len", type=_positive, default=None, help="tokens of prompt and output together")
+    inside.add_argument(
+        "--max-num-seqs", type=_positive, default=engine.max_num_seqs, help="sequences that run at once"
+    )
+    inside.add_argument(
+        "--max-num-batched-tokens", type=_positive, default=engine.max_num_batched_tokens, help="tokens a step"
+    )
+    inside.add_argument(
+        "--kv-cache-gb", type=float, default=engine.kv_cache_gb, help="memory of the KV cache on the CPU"
+    )
+    inside.add_argument("--torch-threads", type=_positive, default=None, help="CPU threads of the model's operators")
+    inside.add_argument("--null-step-ms", type=float, default=engine.null_step_ms, help="null engine: time of a step")
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default=defaults["log_level"],
+        help="info has one line a request",
+    )
+    return parser
+
+
+def _environment_defaults(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Return `FTSERVE_*` values by option; argparse converts strings that are defaults like arguments."""
+    found = {}
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public way to list its options
+        value = os.environ.get(ENVIRONMENT_PREFIX + action.dest.upper())
+        if value is not None and action.dest != "help":
+            if action.choices is not None and value not in action.choices:
+                parser.error(f"{ENVIRONMENT_PREFIX}{action.dest.upper()}: {value!r} is not one of {[*action.choices]}")
+            found[action.dest] = value
+    return found

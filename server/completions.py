@@ -1,0 +1,85 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ftserve.engine.errors import InvalidRequestError
+from ftserve.engine.types import Usage
+from ftserve.preprocess.vocabulary import json_escape
+from ftserve.server.exchange import Exchange
+from ftserve.server.generation import GenerationWorker, Prepared
+from ftserve.server.reply import usage_json
+from ftserve.server.wire import CompletionRequest, parse
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+def prepare_completion(worker: GenerationWorker, exchange: Exchange) -> Prepared:
+    """Turn a completion body into one or more prompts. Preprocess thread."""
+    times = exchange.times
+    body, exchange.body = exchange.body, b""
+    fields = parse(CompletionRequest, body)
+    worker.check_model(fields.model)
+    times.validated = times.templated = time.monotonic()
+    prompts = _prompts(fields.prompt, worker)
+    times.tokenized = time.monotonic()
+    max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    reply_format = CompletionFormat(exchange.request_id, worker.model.name, include_usage=fields.wants_usage())
+    return Prepared(fields, prompts, max_tokens, reply_format)
+
+
+def _prompts(
+    prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], worker: GenerationWorker
+) -> list[list[int]]:
+    """Return token ids for each of the four forms that `prompt` may have."""
+    if not prompt:
+        raise InvalidRequestError("The prompt is empty.", param="prompt")
+    items: list[str | list[int]] = (
+        [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)  # type: ignore[list-item,arg-type]
+    )
+    prompts = [worker.encode(item, True) if isinstance(item, str) else item for item in items]
+    for ids in prompts:
+        if not ids:
+            raise InvalidRequestError("The prompt is empty.", param="prompt")
+        if max(ids) >= worker.model.checkpoint.vocab_size:
+            raise InvalidRequestError("A token id is outside the model's vocabulary.", param="prompt")
+    return prompts
+
+
+class CompletionFormat:
+    """Text completion objects and chunks."""
+
+    __slots__ = ("_chunk_tail", "_head")
+
+    def __init__(self, request_id: str, model: str, *, include_usage: bool) -> None:
+        self._head = (
+            f'"id":"cmpl-{json_escape(request_id)}","object":"text_completion",'
+            f'"created":{int(time.time())},"model":"{json_escape(model)}"'
+        )
+        self._chunk_tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
+
+    def opening(self, index: int) -> str:
+        return ""
+
+    def delta(self, index: int, escaped: str) -> str:
+        return f'data: {{{self._head},"choices":[{_choice(index, escaped, "null")}]{self._chunk_tail}'
+
+    def closing(self, index: int, finish_reason: str) -> str:
+        return f'data: {{{self._head},"choices":[{_choice(index, "", _quoted(finish_reason))}]{self._chunk_tail}'
+
+    def usage(self, usage: Usage) -> str:
+        return f'data: {{{self._head},"choices":[],"usage":{usage_json(usage)}}}\n\n'
+
+    def whole(self, choices: Sequence[tuple[str, str]], usage: Usage) -> str:
+        parts = [_choice(k, text, _quoted(reason)) for k, (text, reason) in enumerate(choices)]
+        return f'{{{self._head},"choices":[{",".join(parts)}],"usage":{usage_json(usage)}}}'
+
+
+def _choice(index: int, escaped: str, finish_reason: str) -> str:
+    return f'{{"index":{index},"text":"{escaped}","logprobs":null,"finish_reason":{finish_reason}}}'
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'

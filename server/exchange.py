@@ -1,0 +1,177 @@
+"""One HTTP request and its answer, from granian's callback to the last byte.
+
+Ownership: the HTTP thread until the body is read, then the preprocess thread that takes it, then the output thread
+that writes the answer. Whoever owns it calls `respond` or `open_stream`, then `end`.
+
+Shared fields, guarded by one lock that is taken a few times a request and never per token:
+    - `_body_taken`: granian's completion callback and our own re-check race to take the body.
+    - `_cancelled`, `_requests`: a disconnect may come at any time, from an HTTP thread. Under the lock it either finds
+      the submitted requests and cancels them, or leaves the mark that `submit` finds: no request outlives its client.
+    - `_ended`: `end` runs once, whoever comes first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from uuid import uuid4
+
+from ftserve.engine.client import EngineClient
+from ftserve.engine.types import GenerationRequest, RequestTimes
+from ftserve.server.problems import Problem
+
+Headers = Sequence[tuple[str, str]]
+
+_MAX_REQUEST_ID_CHARS = 128
+
+
+def is_lost(sent: object) -> bool:
+    """Whether what granian's `send_str` returned says that the client has gone; it raises nothing then."""
+    return type(sent).__name__ == "PyErrAwaitable"
+
+
+class Inline:
+    """Marks a callback as short and thread-safe: `http.InlineLoop` runs it at once on the thread that completes."""
+
+    __slots__ = ("_callback",)
+
+    def __init__(self, callback: Callable[[Any], None]) -> None:
+        self._callback = callback
+
+    def __call__(self, future: Any) -> None:
+        self._callback(future)
+
+
+class Exchange:
+    """An HTTP request being answered."""
+
+    __slots__ = (
+        "_body_taken",
+        "_cancelled",
+        "_disconnect",
+        "_end",
+        "_ended",
+        "_engine",
+        "_lock",
+        "_on_end",
+        "_proto",
+        "_requests",
+        "body",
+        "headers",
+        "method",
+        "path",
+        "request_id",
+        "times",
+    )
+
+    def __init__(self, scope: Any, proto: Any, end: Callable[[], None]) -> None:
+        """Wrap granian's scope and protocol; `end` tells granian that we are done, from any thread."""
+        self.times = RequestTimes(arrival=time.monotonic())
+        self.method: str = scope.method
+        self.path: str = scope.path
+        self.headers: Any = scope.headers  # case-insensitive `get`
+        given: str | None = self.headers.get("x-request-id")
+        usable = given is not None and 0 < len(given) <= _MAX_REQUEST_ID_CHARS and given.isprintable()
+        self.request_id = given if usable and given is not None else uuid4().hex
+        self.body = b""
+        self._proto = proto
+        self._end = end
+        self._on_end: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._body_taken = self._cancelled = self._ended = False
+        self._requests: Sequence[GenerationRequest] = ()
+        self._engine: EngineClient | None = None
+        self._disconnect: Any = None
+
+    def read_body(self, then: Callable[[], None], failed: Callable[[], None]) -> None:
+        """Read the whole body, then call `then`; or `failed`, if the client did not send it whole."""
+        future = self._proto()
+
+        def on_body(done: Any) -> None:
+            with self._lock:
+                if self._body_taken:
+                    return
+                self._body_taken = True
+            try:
+                self.body = done.result()
+            except Exception as exc:  # noqa: BLE001 - whatever it is, the body is not whole
+                exc.__traceback__ = None  # it holds this frame, and with it the connection
+                failed()
+                return
+            self.times.body_read = time.monotonic()
+            then()
+
+        future.add_done_callback(Inline(on_body))
+        if future.done():  # granian can lose the wake-up of a future that completes while we register
+            on_body(future)
+
+    def watch_disconnect(self) -> None:
+        """Cancel what this exchange has in the engine when its client closes the connection."""
+        self._disconnect = future = self._proto.client_disconnect()
+        if not hasattr(future, "add_done_callback"):  # it has closed already
+            self.cancel()
+            return
+        future.add_done_callback(Inline(self._on_disconnect))
+        if future.done():
+            self._on_disconnect(future)
+
+    def _on_disconnect(self, _future: Any) -> None:
+        if not self._ended:  # ending cancels the watcher, which calls us too
+            self.cancel()
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called once when the exchange ends. The owner only, before it can end."""
+        self._on_end = callback
+
+    def submit(self, engine: EngineClient, requests: Sequence[GenerationRequest]) -> bool:
+        """Submit all of `requests`, unless the client has gone; then return False. Preprocess thread, once."""
+        with self._lock:
+            if self._cancelled:
+                return False
+            self._requests, self._engine = requests, engine
+            for request in requests:
+                engine.submit(request)
+        return True
+
+    def cancel(self) -> None:
+        """Give up: cancel what was submitted, and let `submit` refuse what was not. Any thread."""
+        with self._lock:
+            if self._cancelled:
+                return
+            self._cancelled = True
+            engine, requests = self._engine, self._requests
+        if engine is not None:
+            for request in requests:
+                engine.cancel(request)
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled
+
+    def respond(self, status: int, headers: Headers, body: str) -> None:
+        """Send a whole answer and end. The owner only."""
+        self._proto.response_str(status, [*headers, ("x-request-id", self.request_id)], body)
+        self.end()
+
+    def refuse(self, problem: Problem) -> None:
+        """Answer with an error and end. The owner only."""
+        self.respond(problem.status, problem.headers(), problem.body())
+
+    def open_stream(self, headers: Headers) -> Any:
+        """Send the head of a streamed answer and return granian's transport; drop it before `end`."""
+        return self._proto.response_stream(200, [*headers, ("x-request-id", self.request_id)])
+
+    def end(self) -> None:
+        """Release the connection. Any thread; the first call counts."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        if self._disconnect is not None and hasattr(self._disconnect, "cancel"):
+            self._disconnect.cancel()  # a waiter that is left would swallow the next request's disconnect
+            self._disconnect = None
+        self._end()
+        if self._on_end is not None:
+            self._on_end()

@@ -1,0 +1,162 @@
+"""From a request's body to sequences in the engine: what one preprocess thread does with one exchange."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ftserve.engine.client import EngineClient
+from ftserve.engine.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    RequestCancelledError,
+    RequestTooLongError,
+)
+from ftserve.engine.types import GenerationRequest, SamplingParams
+from ftserve.preprocess.chat import ChatTemplate
+from ftserve.preprocess.tokens import make_encoder
+from ftserve.server.exchange import Exchange
+from ftserve.server.metrics import Recorder
+from ftserve.server.model import ServedModel
+from ftserve.server.problems import problem_of
+from ftserve.server.reply import Reply, ReplyFormat
+from ftserve.server.wire import GenerationFields
+
+log = logging.getLogger("ftserve.server")
+
+MAX_TOTAL_CHOICES = 1024  # prompts times n
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What an endpoint makes of a body."""
+
+    fields: GenerationFields
+    prompts: Sequence[Sequence[int]]  # token ids; each gets `n` choices
+    max_tokens: int | None  # None: as many as the model holds
+    reply_format: ReplyFormat
+
+
+class Job(NamedTuple):
+    """One exchange on its way to a preprocess thread."""
+
+    exchange: Exchange
+    prepare: Callable[[GenerationWorker, Exchange], Prepared]
+
+
+class GenerationWorker:
+    """The state of one preprocess thread; called with each of its jobs."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        engine: EngineClient,
+        recorder: Recorder,
+        *,
+        num_lanes: int,
+        first_lane: int,
+        request_timeout_s: float,
+        max_response_bytes: int,
+    ) -> None:
+        self.model = model
+        self.encode = make_encoder(model.tokenizer_json, use_fastokens=model.use_fastokens)
+        source = model.checkpoint.chat_template
+        self.template = ChatTemplate(source, model.checkpoint.special_tokens) if source else None
+        self._engine = engine
+        self._recorder = recorder
+        self._num_lanes = num_lanes
+        self._lane = first_lane % num_lanes
+        self._timeout_s = request_timeout_s
+        self._max_response_bytes = max_response_bytes
+
+    def __call__(self, job: Job) -> None:
+        """Prepare and submit, or answer with an error. Never raises."""
+        exchange = job.exchange
+        exchange.times.preprocess_start = time.monotonic()
+        try:
+            self._check_in_time(exchange)
+            self._submit(exchange, job.prepare(self, exchange))
+        except Exception as exc:  # noqa: BLE001 - `problem_of` logs what is not ours
+            problem = problem_of(exc, exchange.request_id)
+            self._recorder.count(str(problem.status))
+            exchange.refuse(problem)
+
+    def check_model(self, name: str) -> None:
+        """Raise ModelNotFoundError if `name` is not what we serve."""
+        if name != self.model.name:
+            raise ModelNotFoundError(f"The model '{name[:200]}' does not exist here; this server has a single one.")
+
+    def _check_in_time(self, exchange: Exchange) -> None:
+        if exchange.is_cancelled:
+            raise RequestCancelledError("The client has gone.")
+        if time.monotonic() >= exchange.times.arrival + self._timeout_s:
+            raise DeadlineExceededError("The request waited longer than its deadline allows.")
+
+    def _submit(self, exchange: Exchange, prepared: Prepared) -> None:
+        fields, times = prepared.fields, exchange.times
+        n = fields.n or 1
+        if len(prepared.prompts) * n > MAX_TOTAL_CHOICES:
+            raise InvalidRequestError(f"More than {MAX_TOTAL_CHOICES} choices in one request.", param="n")
+        reply = Reply(
+            exchange,
+            self._engine,
+            prepared.reply_format,
+            self.model.vocabulary,
+            is_streamed=bool(fields.stream),
+            include_usage=fields.wants_usage(),
+            max_bytes=self._max_response_bytes,
+        )
+        self._lane = (self._lane + 1) % self._num_lanes
+        requests = [
+            GenerationRequest(
+                request_id=exchange.request_id,
+                index=k * n + choice,
+                prompt_ids=prompt,
+                sampling=self._sampling(fields, prepared.max_tokens, len(prompt), choice),
+                lane=self._lane,
+                route=reply,
+                deadline=times.arrival + self._timeout_s,
+                times=times,
+            )
+            for k, prompt in enumerate(prepared.prompts)
+            for choice in range(n)
+        ]
+        reply.expect(requests, self.model.vocabulary, sum(map(len, prepared.prompts)))
+        times.submitted = time.monotonic()
+        if not exchange.submit(self._engine, requests):
+            raise RequestCancelledError("The client has gone.")
+
+    def _sampling(
+        self, fields: GenerationFields, max_tokens: int | None, prompt_tokens: int, choice: int
+    ) -> SamplingParams:
+        defaults = self.model.checkpoint.generation_defaults
+        room = self.model.max_model_len - prompt_tokens
+        if room < 1 or (max_tokens is not None and max_tokens > room):
+            wanted = "" if max_tokens is None else f" and {max_tokens} more were asked for"
+            raise RequestTooLongError(
+                f"The model holds {self.model.max_model_len} tokens; the prompt has {prompt_tokens}{wanted}.",
+                param="max_tokens" if room >= 1 else "messages",
+            )
+
+        def given(value: float | None, name: str, default: float) -> float:
+            return value if value is not None else defaults.get(name, default)
+
+        return SamplingParams(
+            max_tokens=room if max_tokens is None else max_tokens,
+            min_tokens=fields.min_tokens or 0,
+            temperature=given(fields.temperature, "temperature", 1.0),
+            top_p=given(fields.top_p, "top_p", 1.0),
+            top_k=max(0, int(given(fields.top_k, "top_k", 0))),
+            min_p=given(fields.min_p, "min_p", 0.0),
+            repetition_penalty=given(fields.repetition_penalty, "repetition_penalty", 1.0),
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            seed=None if fields.seed is None else fields.seed + choice,
+            stop=fields.stop_strings(),
+            stop_token_ids=frozenset(fields.stop_token_ids or ()),
+            ignore_eos=bool(fields.ignore_eos),
+        )

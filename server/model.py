@@ -1,0 +1,47 @@
+"""The served model as the front end knows it: names, limits, tokenizer, template. Read by all threads, written once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ftserve.engine.checkpoint import Checkpoint
+from ftserve.preprocess.tokens import fastokens_is_exact, load_tokenizer
+from ftserve.preprocess.vocabulary import Vocabulary, build_vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model under one public name."""
+
+    name: str
+    checkpoint: Checkpoint
+    max_model_len: int  # tokens of prompt and output together
+    tokenizer_json: Path
+    use_fastokens: bool
+    vocabulary: Vocabulary
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, *, name: str, max_model_len: int) -> ServedModel:
+        """Read the tokenizer and build its tables."""
+        tokenizer = load_tokenizer(checkpoint.tokenizer_json)
+        return cls(
+            name=name,
+            checkpoint=checkpoint,
+            max_model_len=max_model_len,
+            tokenizer_json=checkpoint.tokenizer_json,
+            use_fastokens=fastokens_is_exact(checkpoint.tokenizer_json, tokenizer),
+            vocabulary=build_vocabulary(tokenizer, size=checkpoint.vocab_size),
+        )
+
+    def public(self) -> dict[str, object]:
+        """Return the model as OpenAI's API shows it."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "ftserve",
+            "max_model_len": self.max_model_len,
+        }

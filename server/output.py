@@ -1,0 +1,106 @@
+"""The output threads: token events in, bytes out.
+
+Guarantees:
+    - Events of one request are handled in order, all on one thread.
+    - What waits when the thread looks is handled in one go: several tokens of one stream become one chunk, and one
+      write.
+
+Shared fields: the inbox, and two counters with one writer each (`_num_put`: engine thread, `_num_done`: this thread).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from ftserve.engine.inbox import Inbox, make_inbox
+from ftserve.engine.types import TokenEvent
+from ftserve.server.metrics import Recorder
+from ftserve.server.reply import Reply
+
+log = logging.getLogger("ftserve.output")
+
+_CLOSE: list[TokenEvent] = []  # an empty batch is never put by the engine
+
+
+class OutputThread:
+    """One lane: detokenizes, matches stop strings, formats and sends. The engine's `EventSink`."""
+
+    def __init__(self, lane: int) -> None:
+        self.lane = lane
+        self.recorder = Recorder()
+        self.native_id = 0
+        self._inbox: Inbox[list[TokenEvent]] = make_inbox()
+        self._num_put = 0
+        self._num_done = 0
+        self._thread = threading.Thread(target=self._run, name=f"ftserve-out-{lane}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, batch: list[TokenEvent]) -> None:
+        self._num_put += 1
+        self._inbox.put(batch)
+
+    def lag(self) -> int:
+        return self._num_put - self._num_done
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Handle what was put, then stop; False if that took longer. After the engine has been closed."""
+        self._inbox.put(_CLOSE)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self.native_id = threading.get_native_id()
+        wait = self._inbox.wait
+        while True:
+            batches = wait()
+            self._handle(batches)
+            self._num_done += len(batches)
+            if any(batch is _CLOSE for batch in batches):
+                return
+            del batches  # a parked thread must not keep the last requests alive
+
+    def _handle(self, batches: list[list[TokenEvent]]) -> None:
+        began = time.perf_counter()
+        dirty: list[Reply] = []
+        num_tokens = 0
+        for batch in batches:
+            for event in batch:
+                reply: Reply = event.request.route  # type: ignore[assignment]  # what `generation` put there
+                num_tokens += len(event.token_ids)
+                try:
+                    if reply.feed(event):
+                        dirty.append(reply)
+                except Exception as exc:  # noqa: BLE001 - one broken reply must not take the lane down
+                    self._give_up(reply, exc)
+        for reply in dirty:
+            try:
+                reply.flush()
+            except Exception as exc:  # noqa: BLE001 - as above
+                self._give_up(reply, exc)
+            if reply.is_done:
+                self._finished(reply)
+        self.recorder.observe_output(time.perf_counter() - began, num_tokens)
+
+    def _give_up(self, reply: Reply, error: Exception) -> None:
+        log.error("request %s could not be written", reply.exchange.request_id, exc_info=error)
+        reply.give_up()
+
+    def _finished(self, reply: Reply) -> None:
+        times = reply.choices[0].request.times
+        usage = reply.usage()
+        self.recorder.observe_request(times, time.monotonic(), usage, failed=reply.error is not None)
+        if log.isEnabledFor(logging.INFO):
+            log.info(
+                "%s %s %s prompt=%d completion=%d ttft=%.1fms total=%.1fms",
+                reply.exchange.request_id,
+                reply.exchange.path,
+                "failed" if reply.error is not None else "done",
+                usage.prompt_tokens,
+                usage.completion_tokens,
+                1e3 * max(0.0, times.first_token - times.arrival),
+                1e3 * (time.monotonic() - times.arrival),
+            )

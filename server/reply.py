@@ -1,0 +1,273 @@
+"""The answer to one generation request as it grows, streamed or whole, from the same events.
+
+Owned by one output thread from submit to end; no other thread touches a `Reply` after it was submitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ftserve.engine.client import EngineClient
+from ftserve.engine.errors import EngineError, RequestCancelledError
+from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent, Usage
+from ftserve.preprocess.text import Detokenizer, StopMatcher, make_detokenizer
+from ftserve.preprocess.vocabulary import Vocabulary, json_escape
+from ftserve.server.exchange import Exchange, is_lost
+from ftserve.server.problems import JSON_HEADERS, problem_of
+
+SSE_HEADERS = [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
+DONE = "data: [DONE]\n\n"
+
+
+class ReplyFormat(Protocol):
+    """How an endpoint writes its answers. Text arrives JSON-escaped; events are whole SSE events."""
+
+    def opening(self, index: int) -> str:
+        """Return the events before a choice's first text."""
+
+    def delta(self, index: int, escaped: str) -> str:
+        """Return the event that carries text."""
+
+    def closing(self, index: int, finish_reason: str) -> str:
+        """Return the event that ends a choice."""
+
+    def usage(self, usage: Usage) -> str:
+        """Return the last event, with the counts."""
+
+    def whole(self, choices: Sequence[tuple[str, str]], usage: Usage) -> str:
+        """Return the body of an answer that is not streamed; `choices` are (escaped text, finish reason)."""
+
+
+class Choice:
+    """One sequence's text on its way to the client."""
+
+    __slots__ = (
+        "completion_tokens",
+        "detokenizer",
+        "finish_reason",
+        "is_closed",
+        "is_opened",
+        "pending",
+        "request",
+        "stops",
+    )
+
+    def __init__(self, request: GenerationRequest, vocabulary: Vocabulary) -> None:
+        self.request = request
+        self.detokenizer: Detokenizer = make_detokenizer(vocabulary)
+        self.stops = StopMatcher(request.sampling.stop) if request.sampling.stop else None
+        self.pending: list[str] = []  # JSON-escaped text that was not written yet; all of it, when not streamed
+        self.completion_tokens = 0
+        self.finish_reason: FinishReason | None = None  # set once; later events are of no interest
+        self.is_opened = self.is_closed = False  # its first and last event were written
+
+    def push(self, token_ids: Sequence[int], escaped: list[str | None]) -> bool:
+        """Take tokens; True if a stop string was found in their text."""
+        if self.stops is None and not self.detokenizer.is_pending:
+            pieces = [escaped[token_id] for token_id in token_ids]
+            if None not in pieces:
+                self.pending += pieces  # type: ignore[arg-type]  # no None is left
+                return False
+        return self._take(self.detokenizer.push(token_ids))
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the choice; text that was held back comes out."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            if self._take(self.detokenizer.flush()):
+                self.finish_reason = FinishReason.STOP
+            elif self.stops is not None:
+                self.pending.append(json_escape(self.stops.flush()))
+
+    def _take(self, text: str) -> bool:
+        if self.stops is not None:
+            text = self.stops.push(text)
+        if text:
+            self.pending.append(json_escape(text))
+        return self.stops is not None and self.stops.matched is not None
+
+
+class Reply:
+    """Collects the events of all choices of one request and writes them."""
+
+    __slots__ = (
+        "_bytes_left",
+        "_escaped",
+        "_format",
+        "_include_usage",
+        "_is_dirty",
+        "_is_streamed",
+        "_num_open",
+        "_prompt_tokens",
+        "_transport",
+        "cached_tokens",
+        "choices",
+        "engine",
+        "error",
+        "exchange",
+        "is_done",
+    )
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        engine: EngineClient,
+        reply_format: ReplyFormat,
+        vocabulary: Vocabulary,
+        *,
+        is_streamed: bool,
+        include_usage: bool,
+        max_bytes: int,
+    ) -> None:
+        self.exchange = exchange
+        self.engine = engine
+        self.choices: list[Choice] = []
+        self.cached_tokens = 0
+        self.error: BaseException | None = None
+        self.is_done = False
+        self._format = reply_format
+        self._escaped = vocabulary.escaped
+        self._is_streamed = is_streamed
+        self._include_usage = include_usage
+        self._bytes_left = max_bytes
+        self._prompt_tokens = 0
+        self._num_open = 0
+        self._is_dirty = False
+        self._transport: Any = None
+
+    def expect(self, requests: Sequence[GenerationRequest], vocabulary: Vocabulary, prompt_tokens: int) -> None:
+        """Say which requests belong to this reply, in the order of their index. Before they are submitted."""
+        self.choices = [Choice(request, vocabulary) for request in requests]
+        self._num_open = len(self.choices)
+        self._prompt_tokens = prompt_tokens
+
+    def feed(self, event: TokenEvent) -> bool:
+        """Take one event; True if the caller shall `flush` this reply once it has fed the whole batch."""
+        choice = self.choices[event.request.index]
+        if choice.finish_reason is not None:
+            return False
+        token_ids = event.token_ids
+        if token_ids:
+            if event.num_cached_tokens:
+                self.cached_tokens += event.num_cached_tokens
+            choice.completion_tokens += len(token_ids)
+            if event.stop_token_id is not None:
+                token_ids = token_ids[:-1]
+            if choice.push(token_ids, self._escaped):
+                self._close(choice, FinishReason.STOP)
+                if event.finish_reason is None:
+                    self.engine.cancel(choice.request)
+        if event.finish_reason is not None and choice.finish_reason is None:
+            if event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+                self._fail(event)
+            else:
+                self._close(choice, event.finish_reason)
+        if self._is_dirty or not (self._is_streamed or self._num_open == 0):
+            return False
+        self._is_dirty = True
+        return True
+
+    def _close(self, choice: Choice, reason: FinishReason) -> None:
+        choice.finish(reason)
+        self._num_open -= 1
+
+    def _fail(self, event: TokenEvent) -> None:
+        """One choice failed: the request has no whole answer, so the others are given up."""
+        self.error = event.error or RequestCancelledError("The request was cancelled.")
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.finish_reason = event.finish_reason
+                if choice.request is not event.request:
+                    self.engine.cancel(choice.request)
+        self._num_open = 0
+
+    def flush(self) -> None:
+        """Write what the batch brought."""
+        self._is_dirty = False
+        if self.is_done:
+            return
+        if self.exchange.is_cancelled and self._num_open:
+            return  # nobody listens; the final events are on their way
+        if self.error is not None:
+            self._write_error(self.error)
+        elif self._is_streamed:
+            self._write_events()
+        else:
+            self._write_whole()
+
+    def _write_events(self) -> None:
+        parts: list[str] = []
+        for choice in self.choices:
+            if choice.completion_tokens and not choice.is_closed:
+                self._write_choice(choice, parts)
+        if self._num_open == 0:
+            if self._include_usage:
+                parts.append(self._format.usage(self.usage()))
+            parts.append(DONE)
+        if parts:
+            self._send("".join(parts))
+        if self._num_open == 0:
+            self._finish()
+
+    def _write_choice(self, choice: Choice, parts: list[str]) -> None:
+        index, pending = choice.request.index, choice.pending
+        if not choice.is_opened:
+            choice.is_opened = True
+            parts.append(self._format.opening(index))
+        if pending:
+            text = pending[0] if len(pending) == 1 else "".join(pending)
+            choice.pending = []
+            if text:
+                parts.append(self._format.delta(index, text))
+        if choice.finish_reason is not None:
+            choice.is_closed = True
+            parts.append(self._format.closing(index, choice.finish_reason.value))
+
+    def _send(self, text: str) -> None:
+        if self._transport is None:
+            self._transport = self.exchange.open_stream(SSE_HEADERS)
+        self._bytes_left -= len(text)
+        if is_lost(self._transport.send_str(text)) or self._bytes_left < 0:
+            self.exchange.cancel()
+
+    def _write_whole(self) -> None:
+        choices = [("".join(c.pending), c.finish_reason.value) for c in self.choices if c.finish_reason is not None]
+        self.exchange.respond(200, JSON_HEADERS, self._format.whole(choices, self.usage()))
+        self._finish()
+
+    def _write_error(self, error: BaseException) -> None:
+        problem = problem_of(error, self.exchange.request_id)
+        if self._transport is None:
+            self.exchange.refuse(problem)
+        else:
+            self._send(f"data: {problem.body()}\n\n{DONE}")
+        self._finish()
+
+    def _finish(self) -> None:
+        self.is_done = True
+        self._transport = None  # the stream ends with its last reference, which must go before the exchange
+        self.exchange.end()
+
+    def give_up(self) -> None:
+        """End after a failure of our own while writing; the engine forgets the request. Output thread."""
+        if not self.is_done:
+            self.error = self.error or RuntimeError("the reply could not be written")
+            for choice in self.choices:
+                choice.finish_reason = choice.finish_reason or FinishReason.ERROR
+            self.exchange.cancel()
+            if self._transport is None:
+                self.exchange.refuse(problem_of(EngineError("The server failed to answer this request.")))
+            self._finish()
+
+    def usage(self) -> Usage:
+        return Usage(self._prompt_tokens, sum(c.completion_tokens for c in self.choices), self.cached_tokens)
+
+
+def usage_json(usage: Usage) -> str:
+    """Return OpenAI's usage object."""
+    return (
+        f'{{"prompt_tokens":{usage.prompt_tokens},"completion_tokens":{usage.completion_tokens},'
+        f'"total_tokens":{usage.prompt_tokens + usage.completion_tokens},'
+        f'"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}}}}}'
+    )

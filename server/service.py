@@ -1,0 +1,210 @@
+"""The composition root: makes every part, starts them in order, stops them in order."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import platform
+import threading
+import time
+
+from prometheus_client import CollectorRegistry
+
+import ftserve
+from ftserve.engine.checkpoint import Checkpoint, resolve
+from ftserve.engine.client import EngineClient
+from ftserve.engine.histogram import Histogram
+from ftserve.engine.null import NULL_TEXT, NullStepper
+from ftserve.engine.stepper import Stepper
+from ftserve.preprocess.pool import PreprocessPool
+from ftserve.preprocess.tokens import make_encoder
+from ftserve.server.admission import Admission
+from ftserve.server.app import App
+from ftserve.server.config import ServerConfig
+from ftserve.server.generation import GenerationWorker, Job
+from ftserve.server.http import HttpServer, check_granian
+from ftserve.server.metrics import Recorder, ServerCollector, is_gil_enabled
+from ftserve.server.model import ServedModel
+from ftserve.server.output import OutputThread
+from ftserve.server.problems import DRAINING
+
+log = logging.getLogger("ftserve")
+
+MAINTENANCE_INTERVAL_S = 5.0
+MAX_COLLECT_INTERVAL_S = 300.0  # collect garbage at least so often, idle or not
+_STOP_GRACE_S = 1.0  # for each part, beyond the drain's own deadline
+
+
+class Service:
+    """A whole server in this process. Made, started and stopped on the main thread."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Read the model's files and wire the parts; nothing runs yet.
+
+        Raises:
+            CheckpointError: there is no such model.
+            ValueError: a setting does not fit the model.
+        """
+        name = config.served_model_name or config.model
+        checkpoint = Checkpoint.read(resolve(config.model), name=name)
+        engine_config = config.engine.resolve(model_max_len=checkpoint.model_max_len)
+        assert engine_config.max_model_len is not None, "resolve fills it in"
+        self.config = config
+        self._engine_config = engine_config
+        self._checkpoint = checkpoint
+        self.model = ServedModel.load(checkpoint, name=name, max_model_len=engine_config.max_model_len)
+        self._outputs = [OutputThread(lane) for lane in range(config.threads.output)]
+        self.engine = EngineClient(self._make_stepper, self._outputs)
+        self._worker_numbers = itertools.count()
+        self._recorders = [Recorder() for _ in range(config.threads.preprocess)]
+        self._pool: PreprocessPool[Job] = PreprocessPool(config.threads.preprocess, self._make_worker, _abandon)
+        self.admission = Admission(config.max_concurrent_requests)
+        self._gc_pauses = Histogram.exponential(0.001, 2.0, 12)
+        registry = CollectorRegistry()
+        registry.register(self._collector())
+        self.app = App(
+            self.model,
+            self.engine,
+            self._pool,
+            self.admission,
+            registry,
+            max_body_bytes=config.max_body_bytes,
+        )
+        self._http = HttpServer(config, self.app)
+        self.port = config.port
+
+    def start(self) -> None:
+        """Start every thread and wait until the model can be served.
+
+        Raises:
+            OSError: the address cannot be had.
+            EngineDeadError: the model cannot be loaded.
+        """
+        self.port = self._http.bind()
+        for output in self._outputs:
+            output.start()
+        self._pool.start()
+        self.engine.start()
+        self._http.start()
+        self._pool.wait_loaded()
+        self.engine.wait_loaded()
+        self._settle_garbage()
+        log.info("%s", self._start_line())
+
+    def run(self, stop: threading.Event) -> None:
+        """Do the main thread's upkeep until `stop` is set.
+
+        Raises:
+            RuntimeError: the HTTP worker has died.
+        """
+        last_collect = time.monotonic()
+        while not stop.wait(MAINTENANCE_INTERVAL_S):
+            if not self._http.is_alive():
+                raise RuntimeError("the HTTP worker has died")
+            now = time.monotonic()
+            is_idle = self.engine.stats().num_live == 0 and self.engine.loop.steps > 0
+            if (
+                is_idle and now - last_collect > MAINTENANCE_INTERVAL_S * 6
+            ) or now - last_collect > MAX_COLLECT_INTERVAL_S:
+                self._collect()
+                last_collect = now
+
+    def stop(self, abort: threading.Event) -> None:
+        """Take no new work, let what runs finish until the deadline or `abort`, end the rest with an error event."""
+        self.app.is_draining = True
+        deadline = time.monotonic() + self.config.shutdown_timeout_s
+        while not self.admission.wait_empty(0.05) and time.monotonic() < deadline and not abort.is_set():
+            pass
+        if left := self.admission.num_inside():
+            log.warning("ending %d requests at the deadline of the shutdown", left)
+        self._pool.close(_STOP_GRACE_S)
+        self.engine.close(_STOP_GRACE_S)
+        for output in self._outputs:
+            output.close(_STOP_GRACE_S)
+        self.admission.wait_empty(_STOP_GRACE_S)
+        self._http.stop(_STOP_GRACE_S)
+
+    def _make_worker(self) -> GenerationWorker:
+        number = next(self._worker_numbers)
+        return GenerationWorker(
+            self.model,
+            self.engine,
+            self._recorders[number],
+            num_lanes=len(self._outputs),
+            first_lane=number,
+            request_timeout_s=self.config.request_timeout_s,
+            max_response_bytes=self.config.max_response_bytes,
+        )
+
+    def _make_stepper(self) -> Stepper:
+        """Make the engine's inside; on the engine thread."""
+        config = self._engine_config
+        if config.kind == "null":
+            encode = make_encoder(self.model.tokenizer_json, use_fastokens=False)
+            return NullStepper(
+                encode(NULL_TEXT, False),
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.model.max_model_len,
+                step_ms=config.null_step_ms,
+            )
+        from ftserve.engine.torch_stepper import TorchStepper
+
+        return TorchStepper(config, self._checkpoint)
+
+    def _collector(self) -> ServerCollector:
+        gauges = {
+            "http_requests_inside": ("Requests between head and last byte", self.admission.num_inside),
+            "preprocess_queue_depth": ("Requests that wait for a preprocess thread", self._pool.depth),
+            "output_lag_batches": (
+                "Engine steps that output threads have not handled",
+                lambda: sum(output.lag() for output in self._outputs),
+            ),
+        }
+        return ServerCollector(
+            lambda: [*self._recorders, *(output.recorder for output in self._outputs)],
+            self.engine.stats,
+            self.engine.loop.step_seconds,
+            gauges,
+            self._gc_pauses,
+            ftserve.__version__,
+        )
+
+    def _settle_garbage(self) -> None:
+        """Take what lives for ever out of the collector's sight, and choose its moments: it stops every thread."""
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+
+    def _collect(self) -> None:
+        began = time.monotonic()
+        gc.collect()
+        self._gc_pauses.observe(time.monotonic() - began)
+
+    def _start_line(self) -> str:
+        threads, about = self.config.threads, self.engine.loop.description
+        gil = "on" if is_gil_enabled() else "off"
+        return (
+            f"serving {self.model.name} at http://{self.config.host}:{self.port} "
+            f"(Python {platform.python_version()}, GIL {gil}; threads: {threads.http} http, "
+            f"{threads.preprocess} preprocess, {threads.output} output, 1 engine; engine {self._engine_config.kind}, "
+            f"device {about['device']}, dtype {about['dtype']}, KV cache {about['kv_capacity_tokens']} tokens; "
+            f"encoder {'fastokens' if self.model.use_fastokens else 'tokenizers'}, "
+            f"context {self.model.max_model_len})"
+        )
+
+
+def _abandon(job: Job) -> None:
+    job.exchange.refuse(DRAINING)
+
+
+def check_environment() -> None:
+    """Fail early where the program cannot work as designed.
+
+    Raises:
+        RuntimeError: says what is wrong.
+    """
+    if is_gil_enabled():
+        raise RuntimeError("the GIL is on")
+    if (reason := check_granian()) is not None:
+        raise RuntimeError(reason)

@@ -1,0 +1,181 @@
+"""What clients send, as pydantic models. They are turned into `GenerationRequest`s and go no further.
+
+A field that is not here is ignored, as OpenAI's clients expect of fields they invent; a field of OpenAI's that we know
+and cannot honour yet is listed in `_NOT_YET` and refused unless it asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+from typing_extensions import TypedDict
+
+from ftserve.engine.errors import InvalidRequestError
+
+MAX_CHOICES = 128
+MAX_TOKEN_ID = 2**32 - 1
+
+_NOT_YET: dict[str, tuple[Any, ...]] = {  # field: values that ask for nothing
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "response_format": (None, {"type": "text"}),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "logit_bias": (None, {}),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "audio": (None,),
+}
+
+
+class Message(TypedDict, total=False):
+    """A chat message; stays a dict because templates want dicts."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    role: str
+    content: str | list[dict[str, Any]] | None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    include_usage: bool | None = False
+
+
+StopString = Annotated[str, StringConstraints(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1)]
+
+
+class GenerationFields(BaseModel):
+    """What chat and completions share."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
+    stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    tools: Any = None  # these are in _NOT_YET
+    tool_choice: Any = None
+    functions: Any = None
+    response_format: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+    logit_bias: Any = None
+    echo: Any = None
+    suffix: Any = None
+    best_of: Any = None
+    audio: Any = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> GenerationFields:
+        for name in self.model_fields_set & _NOT_YET.keys():
+            if getattr(self, name) not in _NOT_YET[name]:
+                raise InvalidRequestError(
+                    f"'{name}' is not supported by this server yet.", param=name, code="unsupported_parameter"
+                )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("'stream_options' is only allowed with 'stream'.", param="stream_options")
+        return self
+
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatRequest(GenerationFields):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = True
+
+
+class CompletionRequest(GenerationFields):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+
+
+W = TypeVar("W", bound=BaseModel)
+
+
+def parse(model: type[W], body: bytes) -> W:
+    """Parse JSON bytes.
+
+    Raises:
+        InvalidRequestError: naming the first field that is wrong.
+    """
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _invalid(first) from None
+
+
+def text_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with their content as plain text, parts joined by newlines.
+
+    Raises:
+        InvalidRequestError: a message without a role, or a part that is not text.
+    """
+    return [_plain(message, index) for index, message in enumerate(messages)]
+
+
+def _plain(message: Message, index: int) -> dict[str, Any]:
+    if "role" not in message:
+        raise InvalidRequestError("A message has no 'role'.", param=f"messages.{index}.role")
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    where = f"messages.{index}.content"
+    return {**message, "content": "\n".join(_part_text(part, f"{where}.{k}") for k, part in enumerate(content))}
+
+
+def _part_text(part: dict[str, Any], where: str) -> str:
+    if part.get("type") != "text":
+        raise InvalidRequestError(
+            f"This model takes text only; a content part has type {str(part.get('type'))[:40]!r}.", param=where
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequestError("A text part needs a string 'text'.", param=f"{where}.text")
+    return text
+
+
+def _invalid(error: ErrorDetails) -> InvalidRequestError:
+    if error["type"] == "json_invalid":
+        return InvalidRequestError("The body is not valid JSON.", code="invalid_json")
+    # A union reports each of its members behind the field; the field's own path is what a client knows.
+    path = [str(part) for part in error["loc"] if not _names_a_type(part)]
+    if not path:
+        return InvalidRequestError("The body must be a JSON object.", code="invalid_json")
+    param = ".".join(path)
+    return InvalidRequestError(f"'{param}': {error['msg']}.", param=param)
+
+
+def _names_a_type(part: str | int) -> bool:
+    return isinstance(part, str) and ("[" in part or part in {"str", "constrained-str", "int", "float"})

@@ -1,0 +1,205 @@
+"""Tiny random models, and engines over them. torch is imported only by the fixtures that need it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ftserve.engine.types import GenerationRequest, SamplingParams, TokenEvent
+
+VOCAB_SIZE = 128
+
+
+class Tiny:
+    """One random model in float32, twice with the same weights: as transformers runs it, and as the engine does."""
+
+    def __init__(self, config: Any, *, seed: int = 0) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from ftserve.engine import attention, loader
+
+        attention.register()
+        torch.manual_seed(seed)
+        config.initializer_range = 0.2  # far enough from uniform that greedy choices are no ties
+        self.reference = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", dtype=torch.float32
+        ).eval()
+        ours = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="ftserve", dtype=torch.float32
+        )
+        ours.load_state_dict(self.reference.state_dict())
+        self.model = loader.prepare_model(ours, torch.device("cpu"))
+        self._greedy: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def greedy(self, prompt_ids: Sequence[int], count: int) -> list[int]:
+        """Return what `transformers.generate` says after the prompt."""
+        import torch
+
+        key = (tuple(prompt_ids), count)
+        if key not in self._greedy:
+            ids = torch.tensor([list(prompt_ids)])
+            output = self.reference.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=None,
+            )
+            self._greedy[key] = output[0, len(prompt_ids) :].tolist()
+        return self._greedy[key]
+
+    def batcher(
+        self,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 4,
+        max_num_seqs: int = 16,
+        chunk: int = 64,
+        max_model_len: int = 200,
+        use_prefix_cache: bool = True,
+        eos_token_ids: Iterable[int] = (),
+    ) -> Any:
+        """Return an engine over the model."""
+        import torch
+
+        from ftserve.engine.attention import KVCache
+        from ftserve.engine.blocks import BlockPool
+        from ftserve.engine.loader import probe_layers
+        from ftserve.engine.runner import ModelRunner
+        from ftserve.engine.sampler import Sampler
+        from ftserve.engine.scheduler import Scheduler
+        from ftserve.engine.torch_stepper import ContinuousBatcher
+
+        cpu = torch.device("cpu")
+        cache = KVCache(probe_layers(self.model), num_blocks, block_size, dtype=torch.float32, device=cpu)
+        return ContinuousBatcher(
+            Scheduler(
+                BlockPool(num_blocks, block_size),
+                max_num_seqs=max_num_seqs,
+                max_prefill_tokens=chunk,
+                use_prefix_cache=use_prefix_cache,
+            ),
+            ModelRunner(self.model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len),
+            Sampler(VOCAB_SIZE, cpu),
+            vocab_size=VOCAB_SIZE,
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset(eos_token_ids),
+        )
+
+
+@pytest.fixture(scope="session")
+def torch() -> ModuleType:
+    """The torch module, on one thread: the machine is shared."""
+    import torch
+
+    torch.set_num_threads(1)
+    return torch
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(torch: ModuleType) -> Tiny:
+    from transformers import LlamaConfig
+
+    return Tiny(
+        LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+        )
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(torch: ModuleType) -> Tiny:
+    """A model with biases, tied embeddings and as many key heads as query heads."""
+    from transformers import Qwen2Config
+
+    return Tiny(
+        Qwen2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+@pytest.fixture(scope="session", params=["llama", "qwen2"])
+def tiny(request: pytest.FixtureRequest) -> Tiny:
+    found: Tiny = request.getfixturevalue(f"tiny_{request.param}")
+    return found
+
+
+@pytest.fixture
+def make_request() -> Callable[..., GenerationRequest]:
+    """Make requests with ids "0", "1", …; keywords are those of `SamplingParams`, greedy by default."""
+    made = 0
+
+    def make(
+        prompt_ids: Sequence[int],
+        max_tokens: int = 8,
+        *,
+        index: int = 0,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+        **sampling: Any,
+    ) -> GenerationRequest:
+        nonlocal made
+        made += 1
+        return GenerationRequest(
+            request_id=str(made - 1),
+            index=index,
+            prompt_ids=prompt_ids,
+            sampling=SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens} | sampling)),
+            lane=0,
+            route=None,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+    return make
+
+
+@pytest.fixture
+def drain() -> Callable[..., dict[GenerationRequest, list[TokenEvent]]]:
+    """Step until nothing is left, and return each request's events."""
+
+    def run(batcher: Any) -> dict[GenerationRequest, list[TokenEvent]]:
+        events: dict[GenerationRequest, list[TokenEvent]] = {}
+        while batcher.num_running() or batcher.num_waiting():
+            for event in batcher.step():
+                events.setdefault(event.request, []).append(event)
+        batcher.scheduler.check()
+        return events
+
+    return run
+
+
+@pytest.fixture
+def texts(
+    drain: Callable[..., dict[GenerationRequest, list[TokenEvent]]],
+) -> Callable[..., list[list[int]]]:
+    """Add requests, step until nothing is left, and return each one's token ids."""
+
+    def run(batcher: Any, requests: Iterable[GenerationRequest]) -> list[list[int]]:
+        requests = list(requests)
+        for request in requests:
+            batcher.add(request)
+        events = drain(batcher)
+        return [[token for event in events[request] for token in event.token_ids] for request in requests]
+
+    return run

@@ -1,0 +1,148 @@
+"""A server in a process of its own, as an operator runs it, and what the tests ask of it from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+MODEL = "smollm2-135m-instruct"
+NULL_ENGINE = ("--engine", "null", "--threads", "8", "--http-threads", "2", "--output-threads", "2")
+COMMAND = (sys.executable, "-X", "gil=0", "-m", "ftserve")
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def wait_until(is_so: Callable[[], object], what: str, within_s: float = 5.0) -> None:
+    """Ask again and again until `is_so`; fails with `what` was waited for after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        time.sleep(0.01)
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return this process's environment without what would configure a server, plus `extra`."""
+    ours = {"PYTHON_GIL", "WEB_CONCURRENCY", "PYTHONWARNINGS"}
+    kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("FTSERVE_")}
+    return kept | dict(extra or {})
+
+
+class RunningServer:
+    """A started server that answers /ready. Leaving the context stops it, whatever state it is in."""
+
+    def __init__(
+        self,
+        log_path: Path,
+        *arguments: str,
+        command: tuple[str, ...] = COMMAND,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._log_path = log_path
+        with log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--port", "0", *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment(env)
+            )
+        try:
+            self.port = int(self._wait_for_line(r"serving \S+ at http://[^ ]+:(\d+) \("))
+        except BaseException:
+            self.kill()
+            raise
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
+        wait_until(lambda: self.http.get("/ready").status_code == 200, "ready", START_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _type: type[BaseException] | None, _error: BaseException | None, _tb: TracebackType | None) -> None:
+        self.kill()
+        self.http.close()
+
+    def _wait_for_line(self, pattern: str) -> str:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while (found := re.search(pattern, self.log())) is None:
+            assert self.process.poll() is None, f"the server ended while starting:\n{self.log()}"
+            assert time.monotonic() < deadline, f"the server does not come up:\n{self.log()}"
+            time.sleep(0.02)
+        return found.group(1)
+
+    def log(self) -> str:
+        """Return what the server has written so far."""
+        return self._log_path.read_text(errors="replace")
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, within_s: float = STOP_TIMEOUT_S) -> int:
+        """Wait for the process to end and return its exit code."""
+        return self.process.wait(within_s)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, within_s: float = STOP_TIMEOUT_S) -> int:
+        """Send a signal, wait for the end, return the exit code."""
+        self.send_signal(number)
+        return self.wait(within_s)
+
+    def kill(self) -> None:
+        if self.is_running():
+            self.process.kill()
+        self.process.wait()
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.http.get(path, **options)
+
+    def chat(self, content: str = "Hello", **fields: object) -> httpx.Response:
+        return self.http.post("/v1/chat/completions", json=chat_body(content, **fields))
+
+    def complete(self, prompt: object = "Hello", **fields: object) -> httpx.Response:
+        return self.http.post("/v1/completions", json=completion_body(prompt, **fields))
+
+    def metrics(self) -> dict[str, float]:
+        """Return every sample of /metrics, by its name with labels."""
+        lines = (line for line in self.get("/metrics").text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    def metric(self, name: str) -> float:
+        return self.metrics()[f"ftserve_{name}"]
+
+    def is_idle(self) -> bool:
+        """Whether no request is left anywhere inside."""
+        now = self.metrics()
+        gauges = ("num_requests_running", "num_requests_waiting", "http_requests_inside", "preprocess_queue_depth")
+        return not any(now[f"ftserve_{name}"] for name in gauges)
+
+    def num_fds(self) -> int:
+        """Return how many descriptors the server has open."""
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def rss(self) -> int:
+        """Return the server's resident memory in bytes."""
+        fields = Path(f"/proc/{self.process.pid}/statm").read_text().split()
+        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def cpu_seconds(self) -> float:
+        """Return user and system time of the server's process so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def chat_body(content: str = "Hello", **fields: object) -> dict[str, object]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 5, **fields}
+
+
+def completion_body(prompt: object = "Hello", **fields: object) -> dict[str, object]:
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 5, **fields}
