@@ -31,13 +31,14 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def tests_gil(session: nox.Session) -> None:
     """Run the tests that talk to the server from outside, with the newest OpenAI SDK, on a Python with the GIL."""
-    session.run(str(WITH_GIL / "python"), "-m", "pytest", "tests/clients", *session.posargs)
+    if (ROOT / "tests" / "clients").exists():
+        session.run(str(WITH_GIL / "python"), "-m", "pytest", "tests/clients", *session.posargs)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, imports and formatting with ruff."""
-    session.run(str(WITH_GIL / "ruff"), "check", *session.posargs)
+    session.run(str(WITH_GIL / "ruff"), "check")
     session.run(str(WITH_GIL / "ruff"), "format", "--check")
 
 

@@ -34,6 +34,7 @@ from ftserve.engine.errors import (
 from ftserve.engine.histogram import Histogram
 from ftserve.engine.inbox import Inbox, make_inbox
 from ftserve.engine.stepper import Stepper
+from ftserve.engine.threads import name_this_thread
 from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent
 
 log = logging.getLogger("ftserve.engine")
@@ -106,7 +107,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until closed. The thread's target."""
-        self.native_id = threading.get_native_id()
+        self.native_id = name_this_thread("ft-engine")
         try:
             stepper = self._make_stepper()
             self.description = stepper.describe()

@@ -70,7 +70,7 @@ class GenerationRequest:
 
     request_id: str
     index: int  # which choice of the HTTP request this is
-    prompt_ids: Sequence[int]  # token ids, each 0 <= id < vocabulary size
+    prompt_ids: Sequence[int]  # token ids, each 0 <= id < vocabulary size; an `array` where it can be long
     sampling: SamplingParams
     lane: int  # the output thread that receives this request's events
     route: object  # opaque to the engine: the receiver's own state

@@ -30,23 +30,18 @@ class PreprocessPool(Generic[J]):
         num_threads: int,
         make_worker: Callable[[], Callable[[J], None]],
         abandon: Callable[[J], None],
-        *,
-        on_thread_start: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare the pool.
 
         Args:
             make_worker: called once on each thread; what it returns is called with each job and must not raise.
             abandon: called with each job that the closed pool will not run; on the closing thread.
-            on_thread_start: called first on each thread, before `make_worker`.
         """
         self._jobs: SimpleQueue[J | None] = SimpleQueue()
         self._make_worker = make_worker
         self._abandon = abandon
-        self._on_thread_start = on_thread_start
         self._loaded = threading.Semaphore(0)
         self._failures: SimpleQueue[BaseException] = SimpleQueue()
-        self.native_ids: list[int] = []  # appended by each thread at its start, before `wait_loaded` returns
         self._threads = [
             threading.Thread(target=self._run, name=f"ftserve-pre-{k}", daemon=True) for k in range(num_threads)
         ]
@@ -89,9 +84,7 @@ class PreprocessPool(Generic[J]):
             return None
 
     def _run(self) -> None:
-        self.native_ids.append(threading.get_native_id())
         try:
-            self._on_thread_start()
             work = self._make_worker()
         except BaseException as exc:  # noqa: BLE001 - raised again by `wait_loaded`
             self._failures.put(exc)

@@ -150,7 +150,7 @@ class App:
 
 def _allow(method: str, *methods: str) -> None:
     if method not in methods:
-        raise HttpError(405, f"{method[:20]} is not allowed here; use {methods[0]}.")
+        raise HttpError(405, f"{method[:20]} is not allowed here; use {methods[0]}.", allow=", ".join(methods))
 
 
 def _truncated(exchange: Exchange) -> None:

@@ -40,7 +40,7 @@ def prepare_chat(worker: GenerationWorker, exchange: Exchange) -> Prepared:
 class ChatFormat:
     """Chat completion objects and chunks, put together from parts that are built once a request."""
 
-    __slots__ = ("_chunk_head", "_chunk_tail", "_delta_heads", "_head")
+    __slots__ = ("_chunk_head", "_chunk_tail", "_head")
 
     def __init__(self, request_id: str, model: str, *, include_usage: bool) -> None:
         self._head = (
@@ -48,17 +48,15 @@ class ChatFormat:
         )
         self._chunk_head = f'data: {{{self._head},"object":"chat.completion.chunk"'
         self._chunk_tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
-        self._delta_heads: dict[int, str] = {}  # by index of the choice
 
     def opening(self, index: int) -> str:
         return self._chunk(f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"finish_reason":null}}')
 
-    def delta(self, index: int, escaped: str) -> str:
-        head = self._delta_heads.get(index)
-        if head is None:
-            head = f'{self._chunk_head},"choices":[{{"index":{index},"delta":{{"content":"'
-            self._delta_heads[index] = head
-        return f'{head}{escaped}"}},"finish_reason":null}}]{self._chunk_tail}'
+    def delta(self, index: int) -> tuple[str, str]:
+        return (
+            f'{self._chunk_head},"choices":[{{"index":{index},"delta":{{"content":"',
+            f'"}},"finish_reason":null}}]{self._chunk_tail}',
+        )
 
     def closing(self, index: int, finish_reason: str) -> str:
         return self._chunk(f'{{"index":{index},"delta":{{}},"finish_reason":"{finish_reason}"}}')

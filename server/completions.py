@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 
 from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.types import Usage
+from ftserve.preprocess.tokens import ID_TYPECODE
 from ftserve.preprocess.vocabulary import json_escape
 from ftserve.server.exchange import Exchange
 from ftserve.server.generation import GenerationWorker, Prepared
@@ -32,14 +34,14 @@ def prepare_completion(worker: GenerationWorker, exchange: Exchange) -> Prepared
 
 def _prompts(
     prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], worker: GenerationWorker
-) -> list[list[int]]:
+) -> list[array[int]]:
     """Return token ids for each of the four forms that `prompt` may have."""
     if not prompt:
         raise InvalidRequestError("The prompt is empty.", param="prompt")
     items: list[str | list[int]] = (
         [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)  # type: ignore[list-item,arg-type]
     )
-    prompts = [worker.encode(item, True) if isinstance(item, str) else item for item in items]
+    prompts = [worker.encode(item, True) if isinstance(item, str) else array(ID_TYPECODE, item) for item in items]
     for ids in prompts:
         if not ids:
             raise InvalidRequestError("The prompt is empty.", param="prompt")
@@ -63,23 +65,22 @@ class CompletionFormat:
     def opening(self, index: int) -> str:
         return ""
 
-    def delta(self, index: int, escaped: str) -> str:
-        return f'data: {{{self._head},"choices":[{_choice(index, escaped, "null")}]{self._chunk_tail}'
+    def delta(self, index: int) -> tuple[str, str]:
+        return (
+            f'data: {{{self._head},"choices":[{{"index":{index},"text":"',
+            f'","logprobs":null,"finish_reason":null}}]{self._chunk_tail}',
+        )
 
     def closing(self, index: int, finish_reason: str) -> str:
-        return f'data: {{{self._head},"choices":[{_choice(index, "", _quoted(finish_reason))}]{self._chunk_tail}'
+        return f'data: {{{self._head},"choices":[{_choice(index, "", finish_reason)}]{self._chunk_tail}'
 
     def usage(self, usage: Usage) -> str:
         return f'data: {{{self._head},"choices":[],"usage":{usage_json(usage)}}}\n\n'
 
     def whole(self, choices: Sequence[tuple[str, str]], usage: Usage) -> str:
-        parts = [_choice(k, text, _quoted(reason)) for k, (text, reason) in enumerate(choices)]
+        parts = [_choice(k, text, reason) for k, (text, reason) in enumerate(choices)]
         return f'{{{self._head},"choices":[{",".join(parts)}],"usage":{usage_json(usage)}}}'
 
 
 def _choice(index: int, escaped: str, finish_reason: str) -> str:
-    return f'{{"index":{index},"text":"{escaped}","logprobs":null,"finish_reason":{finish_reason}}}'
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"'
+    return f'{{"index":{index},"text":"{escaped}","logprobs":null,"finish_reason":"{finish_reason}"}}'

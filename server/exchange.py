@@ -15,8 +15,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from random import getrandbits
 from typing import Any
-from uuid import uuid4
 
 from ftserve.engine.client import EngineClient
 from ftserve.engine.types import GenerationRequest, RequestTimes
@@ -74,7 +74,7 @@ class Exchange:
         self.headers: Any = scope.headers  # case-insensitive `get`
         given: str | None = self.headers.get("x-request-id")
         usable = given is not None and 0 < len(given) <= _MAX_REQUEST_ID_CHARS and given.isprintable()
-        self.request_id = given if usable and given is not None else uuid4().hex
+        self.request_id = given if usable and given is not None else f"{getrandbits(128):032x}"
         self.body = b""
         self._proto = proto
         self._end = end
@@ -169,6 +169,7 @@ class Exchange:
             if self._ended:
                 return
             self._ended = True
+            self._requests, self._engine = (), None  # they lead back here, and collections are rare
         if self._disconnect is not None and hasattr(self._disconnect, "cancel"):
             self._disconnect.cancel()  # a waiter that is left would swallow the next request's disconnect
             self._disconnect = None

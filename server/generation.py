@@ -24,7 +24,7 @@ from ftserve.server.metrics import Recorder
 from ftserve.server.model import ServedModel
 from ftserve.server.problems import problem_of
 from ftserve.server.reply import Reply, ReplyFormat
-from ftserve.server.wire import GenerationFields
+from ftserve.server.wire import ChatRequest, GenerationFields
 
 log = logging.getLogger("ftserve.server")
 
@@ -128,6 +128,7 @@ class GenerationWorker:
         reply.expect(requests, self.model.vocabulary, sum(map(len, prepared.prompts)))
         times.submitted = time.monotonic()
         if not exchange.submit(self._engine, requests):
+            reply.release()
             raise RequestCancelledError("The client has gone.")
 
     def _sampling(
@@ -139,7 +140,7 @@ class GenerationWorker:
             wanted = "" if max_tokens is None else f" and {max_tokens} more were asked for"
             raise RequestTooLongError(
                 f"The model holds {self.model.max_model_len} tokens; the prompt has {prompt_tokens}{wanted}.",
-                param="max_tokens" if room >= 1 else "messages",
+                param="max_tokens" if room >= 1 else "messages" if isinstance(fields, ChatRequest) else "prompt",
             )
 
         def given(value: float | None, name: str, default: float) -> float:

@@ -145,6 +145,13 @@ class InlineLoop(asyncio.SelectorEventLoop):
             return callback(*args)  # granian drops what it gets
         return super().call_soon_threadsafe(callback, *args, context=context)
 
+    def call_soon(  # type: ignore[override]  # as above
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> Any:
+        if type(callback) is Inline:  # a future that was cancelled; this loop never runs, what it queued would stay
+            return callback(*args)
+        return super().call_soon(callback, *args, context=context)
+
 
 def _direct_scheduler(loop: asyncio.AbstractEventLoop, handle: Handler) -> Any:
     """Return a scheduler that calls the handler on granian's own thread, instead of making a task of a coroutine."""

@@ -15,6 +15,7 @@ import threading
 import time
 
 from ftserve.engine.inbox import Inbox, make_inbox
+from ftserve.engine.threads import name_this_thread
 from ftserve.engine.types import TokenEvent
 from ftserve.server.metrics import Recorder
 from ftserve.server.reply import Reply
@@ -53,7 +54,7 @@ class OutputThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        self.native_id = threading.get_native_id()
+        self.native_id = name_this_thread(f"ft-out-{self.lane}")
         wait = self._inbox.wait
         while True:
             batches = wait()
@@ -83,6 +84,7 @@ class OutputThread:
                 self._give_up(reply, exc)
             if reply.is_done:
                 self._finished(reply)
+                reply.release()
         self.recorder.observe_output(time.perf_counter() - began, num_tokens)
 
     def _give_up(self, reply: Reply, error: Exception) -> None:

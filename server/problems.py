@@ -24,10 +24,11 @@ JSON_HEADERS = [("content-type", "application/json")]
 class HttpError(FtserveError):
     """An error of the HTTP request itself: path, method, body size, content type."""
 
-    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, *, code: str | None = None, allow: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
+        self.allow = allow  # the methods that a 405 must name
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,19 @@ class Problem:
     param: str | None = None
     code: str | None = None
     retry_after_s: int | None = None
+    allow: str | None = None
 
     def body(self) -> str:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}, ensure_ascii=False)
 
     def headers(self) -> list[tuple[str, str]]:
-        if self.retry_after_s is None:
-            return JSON_HEADERS
-        return [*JSON_HEADERS, ("retry-after", str(self.retry_after_s))]
+        headers = [*JSON_HEADERS]
+        if self.retry_after_s is not None:
+            headers.append(("retry-after", str(self.retry_after_s)))
+        if self.allow is not None:
+            headers.append(("allow", self.allow))
+        return headers
 
 
 LOADING = Problem(503, "service_unavailable", "The model is being loaded.", code="loading", retry_after_s=5)
@@ -60,7 +65,7 @@ def problem_of(error: BaseException, request_id: str = "") -> Problem:
     match error:
         case HttpError():
             kind = "not_found_error" if error.status == 404 else "invalid_request_error"
-            return Problem(error.status, kind, error.message, code=error.code)
+            return Problem(error.status, kind, error.message, code=error.code, allow=error.allow)
         case InvalidRequestError():
             return Problem(400, "invalid_request_error", error.message, error.param, error.code)
         case ModelNotFoundError():

@@ -26,8 +26,8 @@ class ReplyFormat(Protocol):
     def opening(self, index: int) -> str:
         """Return the events before a choice's first text."""
 
-    def delta(self, index: int, escaped: str) -> str:
-        """Return the event that carries text."""
+    def delta(self, index: int) -> tuple[str, str]:
+        """Return what stands before and after the text in an event that carries text."""
 
     def closing(self, index: int, finish_reason: str) -> str:
         """Return the event that ends a choice."""
@@ -43,6 +43,8 @@ class Choice:
     """One sequence's text on its way to the client."""
 
     __slots__ = (
+        "after",
+        "before",
         "completion_tokens",
         "detokenizer",
         "finish_reason",
@@ -61,6 +63,7 @@ class Choice:
         self.completion_tokens = 0
         self.finish_reason: FinishReason | None = None  # set once; later events are of no interest
         self.is_opened = self.is_closed = False  # its first and last event were written
+        self.before = self.after = ""  # around the text of each event; set with `is_opened`
 
     def push(self, token_ids: Sequence[int], escaped: list[str | None]) -> bool:
         """Take tokens; True if a stop string was found in their text."""
@@ -99,6 +102,7 @@ class Reply:
         "_is_dirty",
         "_is_streamed",
         "_num_open",
+        "_only",
         "_prompt_tokens",
         "_transport",
         "cached_tokens",
@@ -133,6 +137,7 @@ class Reply:
         self._bytes_left = max_bytes
         self._prompt_tokens = 0
         self._num_open = 0
+        self._only: Choice | None = None  # the single choice of a stream
         self._is_dirty = False
         self._transport: Any = None
 
@@ -140,6 +145,7 @@ class Reply:
         """Say which requests belong to this reply, in the order of their index. Before they are submitted."""
         self.choices = [Choice(request, vocabulary) for request in requests]
         self._num_open = len(self.choices)
+        self._only = self.choices[0] if self._is_streamed and len(self.choices) == 1 else None
         self._prompt_tokens = prompt_tokens
 
     def feed(self, event: TokenEvent) -> bool:
@@ -149,8 +155,6 @@ class Reply:
             return False
         token_ids = event.token_ids
         if token_ids:
-            if event.num_cached_tokens:
-                self.cached_tokens += event.num_cached_tokens
             choice.completion_tokens += len(token_ids)
             if event.stop_token_id is not None:
                 token_ids = token_ids[:-1]
@@ -158,15 +162,23 @@ class Reply:
                 self._close(choice, FinishReason.STOP)
                 if event.finish_reason is None:
                     self.engine.cancel(choice.request)
-        if event.finish_reason is not None and choice.finish_reason is None:
-            if event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
-                self._fail(event)
-            else:
-                self._close(choice, event.finish_reason)
+        if event.finish_reason is not None:
+            self._end(choice, event)
+        elif event.num_cached_tokens:
+            self.cached_tokens += event.num_cached_tokens
         if self._is_dirty or not (self._is_streamed or self._num_open == 0):
             return False
         self._is_dirty = True
         return True
+
+    def _end(self, choice: Choice, event: TokenEvent) -> None:
+        self.cached_tokens += event.num_cached_tokens
+        if choice.finish_reason is not None:  # a stop string in its last tokens has closed it
+            return
+        if event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+            self._fail(event)
+        elif event.finish_reason is not None:
+            self._close(choice, event.finish_reason)
 
     def _close(self, choice: Choice, reason: FinishReason) -> None:
         choice.finish(reason)
@@ -185,16 +197,23 @@ class Reply:
     def flush(self) -> None:
         """Write what the batch brought."""
         self._is_dirty = False
-        if self.is_done:
-            return
-        if self.exchange.is_cancelled and self._num_open:
+        if self._num_open == 1 and self._only is not None and self._only.is_opened:  # a stream in full flow
+            self._write_text(self._only)
+        elif self.is_done or (self.exchange.is_cancelled and self._num_open):
             return  # nobody listens; the final events are on their way
-        if self.error is not None:
+        elif self.error is not None:
             self._write_error(self.error)
         elif self._is_streamed:
             self._write_events()
         else:
             self._write_whole()
+
+    def _write_text(self, choice: Choice) -> None:
+        pending = choice.pending
+        text = pending[0] if len(pending) == 1 else "".join(pending)
+        if text:
+            choice.pending = []
+            self._send(f"{choice.before}{text}{choice.after}")
 
     def _write_events(self) -> None:
         parts: list[str] = []
@@ -211,15 +230,15 @@ class Reply:
             self._finish()
 
     def _write_choice(self, choice: Choice, parts: list[str]) -> None:
-        index, pending = choice.request.index, choice.pending
+        index = choice.request.index
         if not choice.is_opened:
             choice.is_opened = True
+            choice.before, choice.after = self._format.delta(index)
             parts.append(self._format.opening(index))
-        if pending:
-            text = pending[0] if len(pending) == 1 else "".join(pending)
+        text = "".join(choice.pending)
+        if text:
             choice.pending = []
-            if text:
-                parts.append(self._format.delta(index, text))
+            parts.append(f"{choice.before}{text}{choice.after}")
         if choice.finish_reason is not None:
             choice.is_closed = True
             parts.append(self._format.closing(index, choice.finish_reason.value))
@@ -259,6 +278,14 @@ class Reply:
             if self._transport is None:
                 self.exchange.refuse(problem_of(EngineError("The server failed to answer this request.")))
             self._finish()
+
+    def release(self) -> None:
+        """Forget the requests: they lead back here, and a cycle would wait for a collection, which is rare.
+
+        Events that still come are of no interest, since each choice has its finish reason.
+        """
+        for choice in self.choices:
+            del choice.request
 
     def usage(self) -> Usage:
         return Usage(self._prompt_tokens, sum(c.completion_tokens for c in self.choices), self.cached_tokens)

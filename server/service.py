@@ -17,6 +17,7 @@ from ftserve.engine.client import EngineClient
 from ftserve.engine.histogram import Histogram
 from ftserve.engine.null import NULL_TEXT, NullStepper
 from ftserve.engine.stepper import Stepper
+from ftserve.engine.threads import name_this_thread
 from ftserve.preprocess.pool import PreprocessPool
 from ftserve.preprocess.tokens import make_encoder
 from ftserve.server.admission import Admission
@@ -127,6 +128,7 @@ class Service:
 
     def _make_worker(self) -> GenerationWorker:
         number = next(self._worker_numbers)
+        name_this_thread(f"ft-pre-{number}")
         return GenerationWorker(
             self.model,
             self.engine,

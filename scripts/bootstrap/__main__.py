@@ -46,15 +46,16 @@ def main() -> int:
     )
     parser.add_argument("task", choices=TASKS)
     task = TASKS[parser.parse_args().task]
-    for ending in (signal.SIGTERM, signal.SIGHUP):
+    # SIGINT too, since a shell starts what runs in the background with SIGINT ignored, and so would our commands.
+    for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.default_int_handler)
     try:
         task()
     except Failure as failure:
         print(failure, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        end_all()
+    except KeyboardInterrupt as interrupt:
+        end_all(interrupt)
         print("interrupted; run it again to go on from here", file=sys.stderr)
         return 130
     return 0

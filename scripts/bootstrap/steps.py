@@ -65,29 +65,32 @@ class Step:
 class _Commands:
     """The commands that run now.
 
-    Guarantees: after `end_all` each of them is told to end, with all that it started, and none begins.
+    Guarantees: after `end_all` each of them is told to end, with all that it started, and none begins; whoever runs
+    one gets the cause of that, and so the user the failure that came first.
     Each has a process group of its own for that, so an interrupt from the terminal reaches only this program.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # without it a command could begin between the last look and the end
         self._running: set[subprocess.Popen[bytes]] = set()
-        self._ended = False
+        self._cause: BaseException | None = None
 
     def run(self, words: list[str], **options: object) -> int:
         with self._lock:
-            if self._ended:
-                raise Failure(f"{words[0]} was not run, because something else failed")
+            if self._cause:
+                raise self._cause
             child = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, **options)  # type: ignore[call-overload]
             self._running.add(child)
         code: int = child.wait()
         with self._lock:
             self._running.discard(child)
+            if self._cause:
+                raise self._cause
         return code
 
-    def end_all(self) -> None:
+    def end_all(self, cause: BaseException) -> None:
         with self._lock:
-            self._ended = True
+            self._cause = self._cause or cause
             for child in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGTERM)
@@ -103,8 +106,8 @@ def together(jobs: Sequence[Callable[[], object]], at_once: int = 2) -> None:
         try:
             for job in as_completed([pool.submit(job) for job in jobs]):
                 job.result()
-        except BaseException:
-            end_all()
+        except BaseException as cause:
+            end_all(cause)
             raise
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ftserve.engine.errors import EngineRequestError, InvalidRequestError, RequestTooLongError
-from ftserve.engine.types import FinishReason, GenerationRequest
+from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent
 
 
 def prompts(count: int, *, shortest: int = 1, longest: int = 40, seed: int = 0) -> list[list[int]]:
@@ -47,7 +47,8 @@ def test_greedy_equals_transformers_under_preemption_with_prefix_cache(
 def test_greedy_does_not_depend_on_who_joins_and_leaves(tiny: Any, make_request: Any, drain: Any) -> None:
     asked = prompts(12)
     batcher = tiny.batcher(chunk=16, max_num_seqs=5)
-    watched, got, cancelled = [], {}, []
+    watched, cancelled = [], []
+    got: dict[GenerationRequest, list[TokenEvent]] = {}
     for number, prompt in enumerate(asked):
         request = make_request(prompt, max_tokens=10)
         batcher.add(request)
@@ -199,8 +200,8 @@ def test_cancel_frees_at_once(tiny_llama: Any, make_request: Any, steps: int) ->
 
 
 def test_same_seed_same_text_whatever_else_runs(tiny: Any, make_request: Any, texts: Any) -> None:
-    options = {"temperature": 1.0, "seed": 7, "max_tokens": 20}
-    variants = [{}, {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.02}, {"top_k": 30, "top_p": 0.9, "min_p": 0.001}]
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 20}
+    variants: list[dict[str, Any]] = [{}, {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.02}, {"top_k": 30, "top_p": 0.9, "min_p": 0.001}]
     prompt, *others = prompts(9)
     for variant in variants:
         alone = texts(tiny.batcher(), [make_request(prompt, **options, **variant)])[0]
