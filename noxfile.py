@@ -32,7 +32,8 @@ def tests(session: nox.Session) -> None:
 def tests_gil(session: nox.Session) -> None:
     """Run the tests that talk to the server from outside, with the newest OpenAI SDK, on a Python with the GIL."""
     if (ROOT / "tests" / "clients").exists():
-        session.run(str(WITH_GIL / "python"), "-m", "pytest", "tests/clients", *session.posargs)
+        options = ("--override-ini", "addopts=--import-mode=importlib --strict-markers")  # no pytest-benchmark here
+    session.run(str(WITH_GIL / "python"), "-m", "pytest", *options, "tests/clients", *session.posargs)
 
 
 @nox.session

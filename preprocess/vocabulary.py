@@ -43,6 +43,7 @@ class Vocabulary:
     escaped: list[str | None]  # the same as it stands in JSON
     raw: list[bytes | None]  # BYTE_LEVEL: every token's bytes; BYTE_FALLBACK: those of byte tokens, else None
     strips_first_space: bool  # the decoder drops one space at the very start
+    max_token_chars: int  # characters of the longest token, as the vocabulary writes it
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -61,7 +62,7 @@ def build_vocabulary(tokenizer: Tokenizer, *, skip_special_tokens: bool = True, 
             return vocabulary
         log.warning("token %d decodes unlike its table entry; using the tokenizer's own decoder", wrong)
     empty: list[Any] = [None] * size
-    return Vocabulary(TokenKind.OPAQUE, tokenizer, empty, empty, empty, False)
+    return Vocabulary(TokenKind.OPAQUE, tokenizer, empty, empty, empty, False, max(map(len, ids), default=1))
 
 
 def _recognize(decoder: dict[str, Any] | None) -> tuple[TokenKind, bool]:
@@ -115,7 +116,8 @@ def _tabulate(
         else:
             texts[token_id] = content.replace(SPACE_MARK, " ")
     escaped = [None if text is None else json_escape(text) for text in texts]
-    return Vocabulary(kind, tokenizer, texts, escaped, raw, strips)
+    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+    return Vocabulary(kind, tokenizer, texts, escaped, raw, strips, longest)
 
 
 def _byte_level_bytes(content: str, alphabet: dict[str, int]) -> bytes:

@@ -30,7 +30,7 @@ def prepare_chat(worker: GenerationWorker, exchange: Exchange) -> Prepared:
         kwargs=fields.chat_template_kwargs,
     )
     times.templated = time.monotonic()
-    prompt = worker.encode(text, False)  # the template has written the special tokens itself
+    prompt = worker.tokenize(text, add_special_tokens=False)  # the template has written the special tokens itself
     times.tokenized = time.monotonic()
     max_tokens = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
     reply_format = ChatFormat(exchange.request_id, worker.model.name, include_usage=fields.wants_usage())

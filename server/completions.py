@@ -41,7 +41,10 @@ def _prompts(
     items: list[str | list[int]] = (
         [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)  # type: ignore[list-item,arg-type]
     )
-    prompts = [worker.encode(item, True) if isinstance(item, str) else array(ID_TYPECODE, item) for item in items]
+    prompts = [
+        worker.tokenize(item, add_special_tokens=True) if isinstance(item, str) else array(ID_TYPECODE, item)
+        for item in items
+    ]
     for ids in prompts:
         if not ids:
             raise InvalidRequestError("The prompt is empty.", param="prompt")

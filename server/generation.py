@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from ftserve.engine.errors import (
 from ftserve.engine.types import GenerationRequest, SamplingParams
 from ftserve.preprocess.chat import ChatTemplate
 from ftserve.preprocess.tokens import make_encoder
+from ftserve.preprocess.vocabulary import TokenKind
 from ftserve.server.exchange import Exchange
 from ftserve.server.metrics import Recorder
 from ftserve.server.model import ServedModel
@@ -28,6 +30,7 @@ from ftserve.server.wire import ChatRequest, GenerationFields
 
 log = logging.getLogger("ftserve.server")
 
+_NORMALIZER_ALLOWANCE = 4  # how many characters a normalizer may fold into one
 MAX_TOTAL_CHOICES = 1024  # prompts times n
 
 
@@ -63,7 +66,7 @@ class GenerationWorker:
         max_response_bytes: int,
     ) -> None:
         self.model = model
-        self.encode = make_encoder(model.tokenizer_json, use_fastokens=model.use_fastokens)
+        self._encode = make_encoder(model.tokenizer_json, use_fastokens=model.use_fastokens)
         source = model.checkpoint.chat_template
         self.template = ChatTemplate(source, model.checkpoint.special_tokens) if source else None
         self._engine = engine
@@ -89,6 +92,21 @@ class GenerationWorker:
         """Raise ModelNotFoundError if `name` is not what we serve."""
         if name != self.model.name:
             raise ModelNotFoundError(f"The model '{name[:200]}' does not exist here; this server has a single one.")
+
+    def tokenize(self, text: str, *, add_special_tokens: bool) -> array[int]:
+        """Return the ids of `text`.
+
+        Raises:
+            RequestTooLongError: at once, if not even the longest tokens could make it fit.
+        """
+        vocabulary = self.model.vocabulary
+        if vocabulary.kind is not TokenKind.OPAQUE:  # else a token may stand for any number of characters
+            most = _NORMALIZER_ALLOWANCE * vocabulary.max_token_chars * self.model.max_model_len
+            if len(text) > most:
+                raise RequestTooLongError(
+                    f"The prompt has {len(text)} characters; the model holds {self.model.max_model_len} tokens."
+                )
+        return self._encode(text, add_special_tokens)
 
     def _check_in_time(self, exchange: Exchange) -> None:
         if exchange.is_cancelled:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,8 +17,11 @@ from typing import Any, Self
 import httpx
 
 MODEL = "smollm2-135m-instruct"
-NULL_ENGINE = ("--engine", "null", "--threads", "8", "--http-threads", "2", "--output-threads", "2")
-COMMAND = (sys.executable, "-X", "gil=0", "-m", "ftserve")
+NULL_ENGINE = ("--engine", "null", "--threads", "6", "--http-threads", "2", "--output-threads", "2")
+ROOT = Path(__file__).parents[2]
+HAS_GIL = not sysconfig.get_config_var("Py_GIL_DISABLED")  # then the tests run on .venv-gil, and the server on .venv
+PYTHON = str(ROOT / ".venv" / "bin" / "python") if HAS_GIL else sys.executable
+COMMAND = (PYTHON, "-X", "gil=0", "-m", "ftserve")
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0

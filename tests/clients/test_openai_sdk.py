@@ -1,0 +1,146 @@
+"""The newest OpenAI SDK against a running server, as its users call it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from tests.server.serving import MODEL, RunningServer
+
+HELLO = [{"role": "user", "content": "Hello"}]
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def client(null_server: RunningServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{null_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    log = tmp_path_factory.mktemp("model_server") / "log"
+    with (
+        RunningServer(log, "--torch-threads", "1") as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client,
+    ):
+        yield client
+
+
+def chat_text(client: OpenAI, messages: list[dict[str, str]], **fields: object) -> str:
+    answer = client.chat.completions.create(model=MODEL, messages=messages, **fields)  # type: ignore[call-overload]
+    return str(answer.choices[0].message.content)
+
+
+def chat_stream_text(client: OpenAI, messages: list[dict[str, str]], **fields: object) -> str:
+    stream = client.chat.completions.create(model=MODEL, messages=messages, stream=True, **fields)  # type: ignore[call-overload]
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+
+def test_models_are_listed(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_chat_is_the_same_whole_and_streamed(client: OpenAI) -> None:
+    text = chat_text(client, HELLO, max_tokens=50)
+    assert len(text) > 50
+    assert chat_stream_text(client, HELLO, max_tokens=50) == text
+
+
+def test_completions_are_the_same_whole_and_streamed(client: OpenAI) -> None:
+    whole = client.completions.create(model=MODEL, prompt="Once", max_tokens=30)
+    stream = client.completions.create(model=MODEL, prompt="Once", max_tokens=30, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 30
+
+
+def test_usage_comes_last_in_a_stream_that_asks_for_it(client: OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=7,
+        n=2,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = list(stream)
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 14
+    assert [chunk.usage for chunk in chunks] == [None] * len(chunks)
+
+
+def test_the_stream_helper_collects_the_answer(client: OpenAI) -> None:
+    with client.chat.completions.stream(
+        model=MODEL, messages=[{"role": "user", "content": "Hello"}], max_tokens=100, stop="short"
+    ) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == chat_text(client, HELLO, max_tokens=100, stop="short")
+
+
+def test_errors_are_the_sdks_own(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no-such-model"):
+        client.chat.completions.create(model="no-such-model", messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat_text(client, HELLO, temperature=5)
+    assert caught.value.param == "temperature"
+
+
+def test_the_request_id_is_there(client: OpenAI) -> None:
+    answer = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=1, extra_headers={"x-request-id": "mine"}
+    )
+    assert answer.request_id == "mine"
+
+
+def test_a_hundred_streams_at_once_from_the_async_client(null_server: RunningServer) -> None:
+    async def run() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{null_server.url}/v1", api_key="none") as client:
+
+            async def one() -> str:
+                stream = await client.chat.completions.create(
+                    model=MODEL, messages=[{"role": "user", "content": "Hello"}], max_tokens=40, stream=True
+                )
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            return await asyncio.gather(*(one() for _ in range(100)))
+
+    assert len(set(asyncio.run(run()))) == 1
+
+
+def test_a_client_that_stops_reading_frees_its_sequence(null_server: RunningServer, tmp_path: Path) -> None:
+    with RunningServer(tmp_path / "log", "--engine", "null", "--null-step-ms", "2") as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        stream = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "Hello"}], max_tokens=5000, stream=True
+        )
+        for _, _chunk in zip(range(3), stream, strict=False):
+            pass
+        stream.close()
+        client.close()
+        while not server.is_idle():
+            pass
+
+
+@pytest.mark.model
+def test_the_default_model_knows_the_capital_of_france(model_client: OpenAI) -> None:
+    assert "Paris" in chat_text(model_client, FRANCE, temperature=0, max_tokens=24)
+
+
+@pytest.mark.model
+def test_the_default_model_says_the_same_whole_and_streamed(model_client: OpenAI) -> None:
+    text = chat_text(model_client, FRANCE, temperature=0, max_tokens=24)
+    assert chat_stream_text(model_client, FRANCE, temperature=0, max_tokens=24) == text
+
+
+@pytest.mark.model
+def test_a_seed_gives_the_same_text(model_client: OpenAI) -> None:
+    first, second = (chat_text(model_client, FRANCE, temperature=1.0, seed=7, max_tokens=16) for _ in range(2))
+    assert first == second
