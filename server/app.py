@@ -13,22 +13,24 @@ from ftserve.engine.errors import FtserveError, ModelNotFoundError
 from ftserve.engine.loop import EngineState
 from ftserve.preprocess.pool import PreprocessPool
 from ftserve.server.admission import Admission
+from ftserve.server.auth import ApiKeys
 from ftserve.server.chat import prepare_chat
 from ftserve.server.completions import prepare_completion
 from ftserve.server.exchange import Exchange
-from ftserve.server.generation import GenerationWorker, Job, Prepared
+from ftserve.server.generation import Handle, Job
 from ftserve.server.model import ServedModel
 from ftserve.server.problems import DRAINING, JSON_HEADERS, LOADING, HttpError, Problem, problem_of
+from ftserve.server.tokenization import answer_detokenize, answer_tokenize
 
 METRICS_HEADERS = [("content-type", "text/plain; version=0.0.4; charset=utf-8")]
 
 MAX_STEP_AGE_S = 300.0  # a step that takes longer is taken for stuck
 
-Prepare = Callable[[GenerationWorker, Exchange], Prepared]
-
-_GENERATIONS: dict[str, Prepare] = {
+_POSTS: dict[str, Handle] = {  # what a preprocess thread does with the body
     "/v1/chat/completions": prepare_chat,
     "/v1/completions": prepare_completion,
+    "/tokenize": answer_tokenize,
+    "/detokenize": answer_detokenize,
 }
 
 
@@ -43,6 +45,7 @@ class App:
         admission: Admission,
         registry: CollectorRegistry,
         *,
+        keys: ApiKeys,
         max_body_bytes: int,
     ) -> None:
         self.is_draining = False  # written once by the main thread; HTTP threads read it
@@ -51,11 +54,14 @@ class App:
         self._pool = pool
         self._admission = admission
         self._registry = registry
+        self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._pages: dict[str, Callable[[Exchange], None]] = {
             "/health": self._health,
             "/ready": self._ready,
             "/metrics": self._metrics,
+            "/ping": self._ping,
+            "/load": self._load,
             "/version": self._version,
             "/v1/models": self._models,
         }
@@ -68,11 +74,12 @@ class App:
             exchange.refuse(problem_of(exc, exchange.request_id))
 
     def _route(self, exchange: Exchange) -> None:
+        self._keys.check(exchange)
         path, method = exchange.path, exchange.method
-        prepare = _GENERATIONS.get(path)
-        if prepare is not None:
+        handle = _POSTS.get(path)
+        if handle is not None:
             _allow(method, "POST")
-            self._generate(exchange, prepare)
+            self._post(exchange, handle)
         elif (page := self._pages.get(path)) is not None:
             _allow(method, "GET", "HEAD")
             page(exchange)
@@ -82,15 +89,15 @@ class App:
         else:
             raise HttpError(404, f"There is nothing at {method} {path[:200]}.")
 
-    def _generate(self, exchange: Exchange, prepare: Prepare) -> None:
+    def _post(self, exchange: Exchange, handle: Handle) -> None:
         if (problem := self._refusal()) is not None:
             exchange.refuse(problem)
             return
         self._check_head(exchange)
-        exchange.read_body(then=lambda: self._enqueue(exchange, prepare), failed=lambda: _truncated(exchange))
+        exchange.read_body(then=lambda: self._enqueue(exchange, handle), failed=lambda: _truncated(exchange))
 
     def _refusal(self) -> Problem | None:
-        """Return why no generation can be taken now, if so."""
+        """Return why nothing can be taken now, if so."""
         if self.is_draining:
             return DRAINING
         if self._engine.death is not None:
@@ -107,7 +114,7 @@ class App:
         if int(length) > self._max_body_bytes:
             raise HttpError(413, f"The body is larger than {self._max_body_bytes} bytes.")
 
-    def _enqueue(self, exchange: Exchange, prepare: Prepare) -> None:
+    def _enqueue(self, exchange: Exchange, handle: Handle) -> None:
         try:
             self._admission.enter()
         except FtserveError as exc:
@@ -115,7 +122,7 @@ class App:
             return
         exchange.on_end(self._admission.leave)
         exchange.watch_disconnect()
-        self._pool.put(Job(exchange, prepare))
+        self._pool.put(Job(exchange, handle))
 
     def _health(self, exchange: Exchange) -> None:
         stats = self._engine.stats()
@@ -135,6 +142,21 @@ class App:
 
     def _metrics(self, exchange: Exchange) -> None:
         exchange.respond(200, METRICS_HEADERS, generate_latest(self._registry).decode())
+
+    def _ping(self, exchange: Exchange) -> None:
+        _json(exchange, {})
+
+    def _load(self, exchange: Exchange) -> None:
+        stats = self._engine.stats()
+        _json(
+            exchange,
+            {
+                "server_load": self._admission.num_inside(),
+                "num_requests_running": stats.num_running,
+                "num_requests_waiting": stats.num_waiting,
+                "preprocess_queue_depth": self._pool.depth(),
+            },
+        )
 
     def _version(self, exchange: Exchange) -> None:
         _json(exchange, {"version": ftserve.__version__})

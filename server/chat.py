@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.types import Usage
 from ftserve.preprocess.vocabulary import json_escape
 from ftserve.server.exchange import Exchange
@@ -20,15 +19,9 @@ def prepare_chat(worker: GenerationWorker, exchange: Exchange) -> Prepared:
     body, exchange.body = exchange.body, b""
     fields = parse(ChatRequest, body)
     worker.check_model(fields.model)
-    if worker.template is None:
-        raise InvalidRequestError("This model has no chat template; use /v1/completions.")
     messages = text_of(fields.messages)
     times.validated = time.monotonic()
-    text = worker.template.render(
-        messages,
-        add_generation_prompt=fields.add_generation_prompt is not False,
-        kwargs=fields.chat_template_kwargs,
-    )
+    text = worker.render(messages, fields.add_generation_prompt is not False, fields.chat_template_kwargs)
     times.templated = time.monotonic()
     prompt = worker.tokenize(text, add_special_tokens=False)  # the template has written the special tokens itself
     times.tokenized = time.monotonic()

@@ -86,6 +86,7 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         host=options.host,
         port=options.port,
         threads=threads,
+        api_keys=tuple(options.api_key or ()),
         http_scheduler=options.http_scheduler,
         max_concurrent_requests=options.max_concurrent_requests,
         request_timeout_s=options.request_timeout,
@@ -119,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     http.add_argument("--host", default=defaults["host"], help="address to listen on")
     http.add_argument("--port", type=int, default=defaults["port"], help="port to listen on; 0 takes a free one")
     http.add_argument("--served-model-name", default=None, help="the name that clients use, if not the model's own")
+    http.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="a key that clients must send; can be given several times (FTSERVE_API_KEY: separated by commas)",
+    )
     http.add_argument(
         "--http-scheduler",
         choices=("direct", "asyncio"),
@@ -186,13 +193,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _environment_defaults(parser: argparse.ArgumentParser) -> dict[str, str]:
+def _environment_defaults(parser: argparse.ArgumentParser) -> dict[str, str | list[str]]:
     """Return `FTSERVE_*` values by option; argparse converts strings that are defaults like arguments."""
-    found = {}
+    found: dict[str, str | list[str]] = {}
     for action in parser._actions:  # noqa: SLF001 - argparse has no public way to list its options
         value = os.environ.get(ENVIRONMENT_PREFIX + action.dest.upper())
         if value is not None and action.dest != "help":
             if action.choices is not None and value not in action.choices:
                 parser.error(f"{ENVIRONMENT_PREFIX}{action.dest.upper()}: {value!r} is not one of {[*action.choices]}")
-            found[action.dest] = value
+            found[action.dest] = value.split(",") if action.dest == "api_key" else value
     return found

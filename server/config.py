@@ -73,6 +73,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     threads: ThreadPlan = field(default_factory=lambda: ThreadPlan.split(default_threads()))
+    api_keys: tuple[str, ...] = ()  # any of them opens the server; none: it is open
     http_scheduler: str = "direct"  # direct | asyncio
     max_concurrent_requests: int = 1024  # HTTP requests between their head and the end of their answer
     max_body_bytes: int = 64 << 20

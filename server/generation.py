@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ftserve.engine.client import EngineClient
 from ftserve.engine.errors import (
@@ -26,7 +27,7 @@ from ftserve.server.metrics import Recorder
 from ftserve.server.model import ServedModel
 from ftserve.server.problems import problem_of
 from ftserve.server.reply import Reply, ReplyFormat
-from ftserve.server.wire import ChatRequest, GenerationFields
+from ftserve.server.wire import ChatRequest, GenerationFields, parse, text_of
 
 log = logging.getLogger("ftserve.server")
 
@@ -44,11 +45,14 @@ class Prepared:
     reply_format: ReplyFormat
 
 
+Handle = Callable[["GenerationWorker", Exchange], Prepared | None]  # None: it has answered itself
+
+
 class Job(NamedTuple):
     """One exchange on its way to a preprocess thread."""
 
     exchange: Exchange
-    prepare: Callable[[GenerationWorker, Exchange], Prepared]
+    handle: Handle
 
 
 class GenerationWorker:
@@ -68,9 +72,9 @@ class GenerationWorker:
         self.model = model
         self._encode = make_encoder(model.tokenizer_json, use_fastokens=model.use_fastokens)
         source = model.checkpoint.chat_template
-        self.template = ChatTemplate(source, model.checkpoint.special_tokens) if source else None
+        self._template = ChatTemplate(source, model.checkpoint.special_tokens) if source else None
         self._engine = engine
-        self._recorder = recorder
+        self.recorder = recorder
         self._num_lanes = num_lanes
         self._lane = first_lane % num_lanes
         self._timeout_s = request_timeout_s
@@ -82,16 +86,40 @@ class GenerationWorker:
         exchange.times.preprocess_start = time.monotonic()
         try:
             self._check_in_time(exchange)
-            self._submit(exchange, job.prepare(self, exchange))
+            prepared = job.handle(self, exchange)
+            if prepared is not None:
+                self._submit(exchange, prepared)
         except Exception as exc:  # noqa: BLE001 - `problem_of` logs what is not ours
             problem = problem_of(exc, exchange.request_id)
-            self._recorder.count(str(problem.status))
+            self.recorder.count(str(problem.status))
             exchange.refuse(problem)
+
+    def warm_up(self) -> None:
+        """Do once what the first request would otherwise wait for."""
+        message = '[{"role": "user", "content": "Hello 1 é"}]'
+        fields = parse(ChatRequest, f'{{"model": "", "messages": {message}}}'.encode())
+        text = "Hello"
+        if self._template is not None:
+            with contextlib.suppress(InvalidRequestError):  # a template may want more than one user's message
+                text = self.render(text_of(fields.messages), True, None)
+        self.tokenize(text, add_special_tokens=False)
 
     def check_model(self, name: str) -> None:
         """Raise ModelNotFoundError if `name` is not what we serve."""
         if name != self.model.name:
             raise ModelNotFoundError(f"The model '{name[:200]}' does not exist here; this server has a single one.")
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, kwargs: Mapping[str, Any] | None
+    ) -> str:
+        """Return the prompt text that the model's chat template makes of `messages`.
+
+        Raises:
+            InvalidRequestError: the template refuses them, or the model has none.
+        """
+        if self._template is None:
+            raise InvalidRequestError("This model has no chat template; use /v1/completions.")
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> array[int]:
         """Return the ids of `text`.

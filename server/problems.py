@@ -56,6 +56,8 @@ class Problem:
         return headers
 
 
+_KINDS = {401: "authentication_error", 404: "not_found_error"}
+
 LOADING = Problem(503, "service_unavailable", "The model is being loaded.", code="loading", retry_after_s=5)
 DRAINING = Problem(503, "service_unavailable", "The server is stopping.", code="draining", retry_after_s=10)
 
@@ -64,7 +66,7 @@ def problem_of(error: BaseException, request_id: str = "") -> Problem:
     """Return what a client is told of `error`. What is not ours is logged and becomes a plain 500."""
     match error:
         case HttpError():
-            kind = "not_found_error" if error.status == 404 else "invalid_request_error"
+            kind = _KINDS.get(error.status, "invalid_request_error")
             return Problem(error.status, kind, error.message, code=error.code, allow=error.allow)
         case InvalidRequestError():
             return Problem(400, "invalid_request_error", error.message, error.param, error.code)

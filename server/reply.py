@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ftserve.engine.client import EngineClient
 from ftserve.engine.errors import EngineError, RequestCancelledError
-from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent, Usage
+from ftserve.engine.types import FinishReason, GenerationRequest, RequestTimes, TokenEvent, Usage
 from ftserve.preprocess.text import Detokenizer, StopMatcher, make_detokenizer
 from ftserve.preprocess.vocabulary import Vocabulary, json_escape
 from ftserve.server.exchange import Exchange, is_lost
@@ -252,7 +252,9 @@ class Reply:
 
     def _write_whole(self) -> None:
         choices = [("".join(c.pending), c.finish_reason.value) for c in self.choices if c.finish_reason is not None]
-        self.exchange.respond(200, JSON_HEADERS, self._format.whole(choices, self.usage()))
+        times = self.choices[0].request.times
+        headers = [*JSON_HEADERS, ("server-timing", server_timing(times))]
+        self.exchange.respond(200, headers, self._format.whole(choices, self.usage()))
         self._finish()
 
     def _write_error(self, error: BaseException) -> None:
@@ -289,6 +291,17 @@ class Reply:
 
     def usage(self) -> Usage:
         return Usage(self._prompt_tokens, sum(c.completion_tokens for c in self.choices), self.cached_tokens)
+
+
+def server_timing(times: RequestTimes) -> str:
+    """Return the stages of a finished request in milliseconds, as the header `Server-Timing` has them."""
+    return (
+        f"read;dur={1e3 * (times.body_read - times.arrival):.2f}, "
+        f"preprocess;dur={1e3 * (times.submitted - times.body_read):.2f}, "
+        f"queue;dur={1e3 * (times.scheduled - times.submitted):.2f}, "
+        f"prefill;dur={1e3 * (times.first_token - times.scheduled):.2f}, "
+        f"decode;dur={1e3 * (times.finished - times.first_token):.2f}"
+    )
 
 
 def usage_json(usage: Usage) -> str:

@@ -22,6 +22,7 @@ from ftserve.preprocess.pool import PreprocessPool
 from ftserve.preprocess.tokens import make_encoder
 from ftserve.server.admission import Admission
 from ftserve.server.app import App
+from ftserve.server.auth import ApiKeys
 from ftserve.server.config import ServerConfig
 from ftserve.server.generation import GenerationWorker, Job
 from ftserve.server.http import HttpServer, check_granian
@@ -70,6 +71,7 @@ class Service:
             self._pool,
             self.admission,
             registry,
+            keys=ApiKeys(config.api_keys),
             max_body_bytes=config.max_body_bytes,
         )
         self._http = HttpServer(config, self.app)
@@ -129,7 +131,7 @@ class Service:
     def _make_worker(self) -> GenerationWorker:
         number = next(self._worker_numbers)
         name_this_thread(f"ft-pre-{number}")
-        return GenerationWorker(
+        worker = GenerationWorker(
             self.model,
             self.engine,
             self._recorders[number],
@@ -138,6 +140,8 @@ class Service:
             request_timeout_s=self.config.request_timeout_s,
             max_response_bytes=self.config.max_response_bytes,
         )
+        worker.warm_up()
+        return worker
 
     def _make_stepper(self) -> Stepper:
         """Make the engine's inside; on the engine thread."""

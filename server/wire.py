@@ -17,6 +17,7 @@ from ftserve.engine.errors import InvalidRequestError
 
 MAX_CHOICES = 128
 MAX_TOKEN_ID = 2**32 - 1
+MAX_COUNT = 2**31 - 1  # of tokens: far beyond every model, and a number that each library can hold
 
 _NOT_YET: dict[str, tuple[Any, ...]] = {  # field: values that ask for nothing
     "tools": (None, []),
@@ -56,10 +57,10 @@ class GenerationFields(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -68,7 +69,7 @@ class GenerationFields(BaseModel):
     stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     ignore_eos: bool | None = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -109,7 +110,7 @@ class ChatRequest(GenerationFields):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = True
 
@@ -118,6 +119,29 @@ class CompletionRequest(GenerationFields):
     """Body of `POST /v1/completions`."""
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
+
+
+class TokenizeRequest(BaseModel):
+    """Body of `POST /tokenize`: `prompt`, or `messages`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None  # None: with `prompt`, and not with `messages`, whose template has them
+    add_generation_prompt: bool | None = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of `POST /detokenize`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]]
 
 
 W = TypeVar("W", bound=BaseModel)

@@ -1,0 +1,66 @@
+"""What operators and tools use beside generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.server.serving import MODEL, RunningServer, chat_body, completion_body
+
+Start = Callable[..., RunningServer]
+
+
+def test_a_text_survives_tokenize_and_detokenize(null_server: RunningServer) -> None:
+    text = "Grüße, 12 times — 🙂\n"
+    answer = null_server.http.post("/tokenize", json={"model": MODEL, "prompt": text, "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    back = null_server.http.post("/detokenize", json={"model": MODEL, "tokens": answer["tokens"]}).json()
+    assert back == {"prompt": text}
+
+
+def test_tokenized_messages_are_what_a_chat_is_charged_for(null_server: RunningServer) -> None:
+    body = chat_body("How many?")
+    count = null_server.http.post("/tokenize", json={"messages": body["messages"]}).json()["count"]
+    usage = null_server.http.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["prompt_tokens"] == count
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, {"prompt": 5}])
+def test_tokenize_refuses_what_is_neither_text_nor_messages(null_server: RunningServer, body: object) -> None:
+    assert null_server.http.post("/tokenize", json=body).status_code == 400
+
+
+def test_detokenize_refuses_ids_outside_the_vocabulary(null_server: RunningServer) -> None:
+    answer = null_server.http.post("/detokenize", json={"tokens": [10**8]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tokens"
+
+
+def test_ping_and_load_answer(null_server: RunningServer) -> None:
+    assert null_server.get("/ping").status_code == 200
+    assert null_server.get("/load").json()["num_requests_running"] == 0
+
+
+def test_whole_answers_tell_where_their_time_went(null_server: RunningServer) -> None:
+    timing = null_server.complete().headers["server-timing"]
+    stages = dict(part.split(";dur=") for part in timing.split(", "))
+    assert list(stages) == ["read", "preprocess", "queue", "prefill", "decode"]
+    assert all(float(value) >= 0 for value in stages.values())
+
+
+def test_keys_open_every_path_but_the_probes(start_server: Start) -> None:
+    server = start_server("--api-key", "first", "--api-key", "second")
+    assert server.get("/v1/models").status_code == 401
+    assert server.complete().json()["error"]["type"] == "authentication_error"
+    for key, status in (("first", 200), ("second", 200), ("firs", 401), ("é", 401)):
+        headers = {"authorization": f"Bearer {key}".encode()}
+        answer = server.http.post("/v1/completions", json=completion_body(), headers=headers)
+        assert answer.status_code == status
+    assert {server.get(path).status_code for path in ("/health", "/ready", "/ping")} == {200}
+
+
+def test_keys_come_from_the_environment_too(start_server: Start) -> None:
+    server = start_server(env={"FTSERVE_API_KEY": "one,two"})
+    assert server.get("/version").status_code == 401
+    assert server.get("/version", headers={"authorization": "Bearer two"}).status_code == 200
