@@ -117,7 +117,8 @@ class EngineLoop:
             finally:
                 stepper.close()
         except BaseException as exc:
-            log.exception("engine thread died")
+            # While loading, whoever waits for it reports the cause.
+            log.log(logging.DEBUG if self.state is EngineState.LOADING else logging.ERROR, "died", exc_info=exc)
             self._mourn(exc)
         self._enter(EngineState.CLOSED)
 

@@ -28,13 +28,14 @@ class PreprocessPool(Generic[J]):
     def __init__(
         self,
         num_threads: int,
-        make_worker: Callable[[], Callable[[J], None]],
+        make_worker: Callable[[int], Callable[[J], None]],
         abandon: Callable[[J], None],
     ) -> None:
         """Prepare the pool.
 
         Args:
-            make_worker: called once on each thread; what it returns is called with each job and must not raise.
+            make_worker: called once on each thread with its number; what it returns is called with each job and must
+                not raise.
             abandon: called with each job that the closed pool will not run; on the closing thread.
         """
         self._jobs: SimpleQueue[J | None] = SimpleQueue()
@@ -43,7 +44,8 @@ class PreprocessPool(Generic[J]):
         self._loaded = threading.Semaphore(0)
         self._failures: SimpleQueue[BaseException] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._run, name=f"ftserve-pre-{k}", daemon=True) for k in range(num_threads)
+            threading.Thread(target=self._run, args=(k,), name=f"ftserve-pre-{k}", daemon=True)
+            for k in range(num_threads)
         ]
 
     def start(self) -> None:
@@ -83,9 +85,9 @@ class PreprocessPool(Generic[J]):
         except Empty:
             return None
 
-    def _run(self) -> None:
+    def _run(self, number: int) -> None:
         try:
-            work = self._make_worker()
+            work = self._make_worker(number)
         except BaseException as exc:  # noqa: BLE001 - raised again by `wait_loaded`
             self._failures.put(exc)
             return

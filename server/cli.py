@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ftserve.engine.config import ENGINE_KINDS, EngineConfig
-from ftserve.engine.errors import FtserveError
+from ftserve.engine.errors import EngineDeadError, FtserveError
 from ftserve.server.config import DEFAULT_MODEL, ServerConfig, ThreadPlan, default_threads
 
 ENVIRONMENT_PREFIX = "FTSERVE_"
@@ -42,10 +42,11 @@ def run(arguments: Sequence[str]) -> NoReturn:
     try:
         check_environment()
         service = Service(config)
-        service.start()
+        service.start(stop)
         service.run(stop)
     except (FtserveError, ValueError, OSError, RuntimeError) as exc:
-        sys.stderr.write(f"ftserve: {exc}\n")
+        cause = f" {exc.__cause__}" if isinstance(exc, EngineDeadError) else ""
+        sys.stderr.write(f"ftserve: {exc}{cause}\n")
         _exit(1)
     service.stop(abort)
     _exit(0)

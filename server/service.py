@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 import logging
 import platform
 import threading
@@ -14,7 +12,6 @@ from prometheus_client import CollectorRegistry
 import ftserve
 from ftserve.engine.checkpoint import Checkpoint, resolve
 from ftserve.engine.client import EngineClient
-from ftserve.engine.histogram import Histogram
 from ftserve.engine.null import NULL_TEXT, NullStepper
 from ftserve.engine.stepper import Stepper
 from ftserve.engine.threads import name_this_thread
@@ -24,6 +21,7 @@ from ftserve.server.admission import Admission
 from ftserve.server.app import App
 from ftserve.server.auth import ApiKeys
 from ftserve.server.config import ServerConfig
+from ftserve.server.garbage import GarbageKeeper
 from ftserve.server.generation import GenerationWorker, Job
 from ftserve.server.http import HttpServer, check_granian
 from ftserve.server.metrics import Recorder, ServerCollector, is_gil_enabled
@@ -34,7 +32,7 @@ from ftserve.server.problems import DRAINING
 log = logging.getLogger("ftserve")
 
 MAINTENANCE_INTERVAL_S = 5.0
-MAX_COLLECT_INTERVAL_S = 300.0  # collect garbage at least so often, idle or not
+_LOADING_GLANCE_S = 0.2  # how often a signal is looked for while the model loads
 _STOP_GRACE_S = 1.0  # for each part, beyond the drain's own deadline
 
 
@@ -58,11 +56,10 @@ class Service:
         self.model = ServedModel.load(checkpoint, name=name, max_model_len=engine_config.max_model_len)
         self._outputs = [OutputThread(lane) for lane in range(config.threads.output)]
         self.engine = EngineClient(self._make_stepper, self._outputs)
-        self._worker_numbers = itertools.count()
         self._recorders = [Recorder() for _ in range(config.threads.preprocess)]
         self._pool: PreprocessPool[Job] = PreprocessPool(config.threads.preprocess, self._make_worker, _abandon)
         self.admission = Admission(config.max_concurrent_requests)
-        self._gc_pauses = Histogram.exponential(0.001, 2.0, 12)
+        self._garbage = GarbageKeeper()
         registry = CollectorRegistry()
         registry.register(self._collector())
         self.app = App(
@@ -77,8 +74,8 @@ class Service:
         self._http = HttpServer(config, self.app)
         self.port = config.port
 
-    def start(self) -> None:
-        """Start every thread and wait until the model can be served.
+    def start(self, stop: threading.Event) -> None:
+        """Start every thread and wait until the model can be served, or until `stop` is set.
 
         Raises:
             OSError: the address cannot be had.
@@ -91,8 +88,10 @@ class Service:
         self.engine.start()
         self._http.start()
         self._pool.wait_loaded()
-        self.engine.wait_loaded()
-        self._settle_garbage()
+        while not self.engine.wait_loaded(_LOADING_GLANCE_S):
+            if stop.is_set():
+                return
+        self._garbage.settle()
         log.info("%s", self._start_line())
 
     def run(self, stop: threading.Event) -> None:
@@ -101,17 +100,11 @@ class Service:
         Raises:
             RuntimeError: the HTTP worker has died.
         """
-        last_collect = time.monotonic()
         while not stop.wait(MAINTENANCE_INTERVAL_S):
             if not self._http.is_alive():
                 raise RuntimeError("the HTTP worker has died")
-            now = time.monotonic()
-            is_idle = self.engine.stats().num_live == 0 and self.engine.loop.steps > 0
-            if (
-                is_idle and now - last_collect > MAINTENANCE_INTERVAL_S * 6
-            ) or now - last_collect > MAX_COLLECT_INTERVAL_S:
-                self._collect()
-                last_collect = now
+            stats = self.engine.stats()
+            self._garbage.collect_if_due(is_idle=stats.num_live == 0, work_done=stats.steps)
 
     def stop(self, abort: threading.Event) -> None:
         """Take no new work, let what runs finish until the deadline or `abort`, end the rest with an error event."""
@@ -128,8 +121,7 @@ class Service:
         self.admission.wait_empty(_STOP_GRACE_S)
         self._http.stop(_STOP_GRACE_S)
 
-    def _make_worker(self) -> GenerationWorker:
-        number = next(self._worker_numbers)
+    def _make_worker(self, number: int) -> GenerationWorker:
         name_this_thread(f"ft-pre-{number}")
         worker = GenerationWorker(
             self.model,
@@ -172,20 +164,9 @@ class Service:
             self.engine.stats,
             self.engine.loop.step_seconds,
             gauges,
-            self._gc_pauses,
+            self._garbage.pauses,
             ftserve.__version__,
         )
-
-    def _settle_garbage(self) -> None:
-        """Take what lives for ever out of the collector's sight, and choose its moments: it stops every thread."""
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-
-    def _collect(self) -> None:
-        began = time.monotonic()
-        gc.collect()
-        self._gc_pauses.observe(time.monotonic() - began)
 
     def _start_line(self) -> str:
         threads, about = self.config.threads, self.engine.loop.description

@@ -15,7 +15,7 @@ def test_each_job_runs_once_on_a_worker_of_its_own_thread() -> None:
     ran: Counter[int] = Counter()
     lock, workers = threading.Lock(), set()
 
-    def make_worker() -> Callable[[int], None]:
+    def make_worker(number: int) -> Callable[[int], None]:
         owner = threading.get_ident()
         workers.add(owner)
 
@@ -46,7 +46,7 @@ def test_closing_abandons_what_waits_and_finishes_what_runs() -> None:
         assert release.wait(30)
         done.append(job)
 
-    pool = PreprocessPool(1, lambda: work, lambda job: (abandoned.append(job), release.set()))
+    pool = PreprocessPool(1, lambda number: work, lambda job: (abandoned.append(job), release.set()))
     pool.start()
     for job in range(3):
         pool.put(job)
@@ -56,7 +56,7 @@ def test_closing_abandons_what_waits_and_finishes_what_runs() -> None:
 
 
 def test_a_worker_that_cannot_be_made_is_reported() -> None:
-    def make_worker() -> Callable[[int], None]:
+    def make_worker(number: int) -> Callable[[int], None]:
         raise OSError("no tokenizer")
 
     pool = PreprocessPool(2, make_worker, lambda job: None)
@@ -73,7 +73,7 @@ def test_a_job_that_raises_does_not_end_its_thread(caplog: pytest.LogCaptureFixt
             raise ValueError("bug")
         done.set()
 
-    pool = PreprocessPool(1, lambda: work, lambda job: None)
+    pool = PreprocessPool(1, lambda number: work, lambda job: None)
     pool.start()
     pool.put(0)
     pool.put(1)
