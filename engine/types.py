@@ -38,6 +38,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()  # matched by the output threads, which then cancel the sequence
+    include_stop: bool = False  # whether the text keeps the stop string that ended it
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     num_logprobs: int | None = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ftserve.engine.types import Usage
 from ftserve.preprocess.vocabulary import json_escape
+from ftserve.server.choice import ChoiceEnd
 from ftserve.server.exchange import Exchange
 from ftserve.server.generation import GenerationWorker, Prepared
 from ftserve.server.reply import usage_json
@@ -51,19 +52,23 @@ class ChatFormat:
             f'"}},"finish_reason":null}}]{self._chunk_tail}',
         )
 
-    def closing(self, index: int, finish_reason: str) -> str:
-        return self._chunk(f'{{"index":{index},"delta":{{}},"finish_reason":"{finish_reason}"}}')
+    def closing(self, index: int, end: ChoiceEnd) -> str:
+        return self._chunk(f'{{"index":{index},"delta":{{}},{_end_json(end)}}}')
 
     def usage(self, usage: Usage) -> str:
         return f'{self._chunk_head},"choices":[],"usage":{usage_json(usage)}}}\n\n'
 
-    def whole(self, choices: Sequence[tuple[str, str]], usage: Usage) -> str:
+    def whole(self, choices: Sequence[tuple[str, ChoiceEnd]], usage: Usage) -> str:
         parts = [
             f'{{"index":{k},"message":{{"role":"assistant","content":"{text}","refusal":null}},'
-            f'"logprobs":null,"finish_reason":"{reason}"}}'
-            for k, (text, reason) in enumerate(choices)
+            f'"logprobs":null,{_end_json(end)}}}'
+            for k, (text, end) in enumerate(choices)
         ]
         return f'{{{self._head},"object":"chat.completion","choices":[{",".join(parts)}],"usage":{usage_json(usage)}}}'
 
     def _chunk(self, choice: str) -> str:
         return f'{self._chunk_head},"choices":[{choice}]{self._chunk_tail}'
+
+
+def _end_json(end: ChoiceEnd) -> str:
+    return f'"finish_reason":{end.finish_reason},"stop_reason":{end.stop_reason}'

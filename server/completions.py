@@ -10,6 +10,7 @@ from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.types import Usage
 from ftserve.preprocess.tokens import ID_TYPECODE
 from ftserve.preprocess.vocabulary import json_escape
+from ftserve.server.choice import ChoiceEnd
 from ftserve.server.exchange import Exchange
 from ftserve.server.generation import GenerationWorker, Prepared
 from ftserve.server.reply import usage_json
@@ -29,7 +30,8 @@ def prepare_completion(worker: GenerationWorker, exchange: Exchange) -> Prepared
     times.tokenized = time.monotonic()
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     reply_format = CompletionFormat(exchange.request_id, worker.model.name, include_usage=fields.wants_usage())
-    return Prepared(fields, prompts, max_tokens, reply_format)
+    echoes = _echoes(fields.prompt, prompts, worker) if fields.echo else ()
+    return Prepared(fields, prompts, max_tokens, reply_format, echoes)
 
 
 def _prompts(
@@ -53,6 +55,16 @@ def _prompts(
     return prompts
 
 
+def _echoes(prompt: object, prompts: list[array[int]], worker: GenerationWorker) -> list[str]:
+    """Return each prompt's text: as it was given, or decoded."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and isinstance(prompt[0], str):
+        return prompt
+    decode = worker.model.vocabulary.tokenizer.decode
+    return [decode(ids.tolist(), skip_special_tokens=False) for ids in prompts]
+
+
 class CompletionFormat:
     """Text completion objects and chunks."""
 
@@ -74,16 +86,19 @@ class CompletionFormat:
             f'","logprobs":null,"finish_reason":null}}]{self._chunk_tail}',
         )
 
-    def closing(self, index: int, finish_reason: str) -> str:
-        return f'data: {{{self._head},"choices":[{_choice(index, "", finish_reason)}]{self._chunk_tail}'
+    def closing(self, index: int, end: ChoiceEnd) -> str:
+        return f'data: {{{self._head},"choices":[{_choice(index, "", end)}]{self._chunk_tail}'
 
     def usage(self, usage: Usage) -> str:
         return f'data: {{{self._head},"choices":[],"usage":{usage_json(usage)}}}\n\n'
 
-    def whole(self, choices: Sequence[tuple[str, str]], usage: Usage) -> str:
-        parts = [_choice(k, text, reason) for k, (text, reason) in enumerate(choices)]
+    def whole(self, choices: Sequence[tuple[str, ChoiceEnd]], usage: Usage) -> str:
+        parts = [_choice(k, text, end) for k, (text, end) in enumerate(choices)]
         return f'{{{self._head},"choices":[{",".join(parts)}],"usage":{usage_json(usage)}}}'
 
 
-def _choice(index: int, escaped: str, finish_reason: str) -> str:
-    return f'{{"index":{index},"text":"{escaped}","logprobs":null,"finish_reason":"{finish_reason}"}}'
+def _choice(index: int, escaped: str, end: ChoiceEnd) -> str:
+    return (
+        f'{{"index":{index},"text":"{escaped}","logprobs":null,'
+        f'"finish_reason":{end.finish_reason},"stop_reason":{end.stop_reason}}}'
+    )

@@ -43,6 +43,7 @@ class Prepared:
     prompts: Sequence[Sequence[int]]  # token ids; each gets `n` choices
     max_tokens: int | None  # None: as many as the model holds
     reply_format: ReplyFormat
+    echoes: Sequence[str] = ()  # for each prompt, the text that its answers begin with
 
 
 Handle = Callable[["GenerationWorker", Exchange], Prepared | None]  # None: it has answered itself
@@ -172,10 +173,20 @@ class GenerationWorker:
             for choice in range(n)
         ]
         reply.expect(requests, self.model.vocabulary, sum(map(len, prepared.prompts)))
+        if prepared.echoes:
+            reply.begin_with([echo for echo in prepared.echoes for _ in range(n)])
         times.submitted = time.monotonic()
         if not exchange.submit(self._engine, requests):
             reply.release()
             raise RequestCancelledError("The client has gone.")
+
+    def _logit_bias(self, bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
+        if not bias:
+            return ()
+        pairs = tuple((int(token_id), value) for token_id, value in bias.items())
+        if max(token_id for token_id, _ in pairs) >= self.model.checkpoint.vocab_size:
+            raise InvalidRequestError("A token id is outside the model's vocabulary.", param="logit_bias")
+        return pairs
 
     def _sampling(
         self, fields: GenerationFields, max_tokens: int | None, prompt_tokens: int, choice: int
@@ -202,8 +213,10 @@ class GenerationWorker:
             repetition_penalty=given(fields.repetition_penalty, "repetition_penalty", 1.0),
             presence_penalty=fields.presence_penalty or 0.0,
             frequency_penalty=fields.frequency_penalty or 0.0,
+            logit_bias=self._logit_bias(fields.logit_bias),
             seed=None if fields.seed is None else fields.seed + choice,
             stop=fields.stop_strings(),
+            include_stop=bool(fields.include_stop_str_in_output),
             stop_token_ids=frozenset(fields.stop_token_ids or ()),
             ignore_eos=bool(fields.ignore_eos),
         )

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from ftserve.engine.client import EngineClient
 from ftserve.engine.errors import EngineError, RequestCancelledError
 from ftserve.engine.types import FinishReason, GenerationRequest, RequestTimes, TokenEvent, Usage
-from ftserve.preprocess.text import Detokenizer, StopMatcher, make_detokenizer
 from ftserve.preprocess.vocabulary import Vocabulary, json_escape
+from ftserve.server.choice import Choice, ChoiceEnd
 from ftserve.server.exchange import Exchange, is_lost
 from ftserve.server.problems import JSON_HEADERS, problem_of
 
@@ -29,66 +29,14 @@ class ReplyFormat(Protocol):
     def delta(self, index: int) -> tuple[str, str]:
         """Return what stands before and after the text in an event that carries text."""
 
-    def closing(self, index: int, finish_reason: str) -> str:
+    def closing(self, index: int, end: ChoiceEnd) -> str:
         """Return the event that ends a choice."""
 
     def usage(self, usage: Usage) -> str:
         """Return the last event, with the counts."""
 
-    def whole(self, choices: Sequence[tuple[str, str]], usage: Usage) -> str:
-        """Return the body of an answer that is not streamed; `choices` are (escaped text, finish reason)."""
-
-
-class Choice:
-    """One sequence's text on its way to the client."""
-
-    __slots__ = (
-        "after",
-        "before",
-        "completion_tokens",
-        "detokenizer",
-        "finish_reason",
-        "is_closed",
-        "is_opened",
-        "pending",
-        "request",
-        "stops",
-    )
-
-    def __init__(self, request: GenerationRequest, vocabulary: Vocabulary) -> None:
-        self.request = request
-        self.detokenizer: Detokenizer = make_detokenizer(vocabulary)
-        self.stops = StopMatcher(request.sampling.stop) if request.sampling.stop else None
-        self.pending: list[str] = []  # JSON-escaped text that was not written yet; all of it, when not streamed
-        self.completion_tokens = 0
-        self.finish_reason: FinishReason | None = None  # set once; later events are of no interest
-        self.is_opened = self.is_closed = False  # its first and last event were written
-        self.before = self.after = ""  # around the text of each event; set with `is_opened`
-
-    def push(self, token_ids: Sequence[int], escaped: list[str | None]) -> bool:
-        """Take tokens; True if a stop string was found in their text."""
-        if self.stops is None and not self.detokenizer.is_pending:
-            pieces = [escaped[token_id] for token_id in token_ids]
-            if None not in pieces:
-                self.pending += pieces  # type: ignore[arg-type]  # no None is left
-                return False
-        return self._take(self.detokenizer.push(token_ids))
-
-    def finish(self, reason: FinishReason) -> None:
-        """End the choice; text that was held back comes out."""
-        if self.finish_reason is None:
-            self.finish_reason = reason
-            if self._take(self.detokenizer.flush()):
-                self.finish_reason = FinishReason.STOP
-            elif self.stops is not None:
-                self.pending.append(json_escape(self.stops.flush()))
-
-    def _take(self, text: str) -> bool:
-        if self.stops is not None:
-            text = self.stops.push(text)
-        if text:
-            self.pending.append(json_escape(text))
-        return self.stops is not None and self.stops.matched is not None
+    def whole(self, choices: Sequence[tuple[str, ChoiceEnd]], usage: Usage) -> str:
+        """Return the body of an answer that is not streamed; `choices` are (escaped text, its end)."""
 
 
 class Reply:
@@ -148,6 +96,11 @@ class Reply:
         self._only = self.choices[0] if self._is_streamed and len(self.choices) == 1 else None
         self._prompt_tokens = prompt_tokens
 
+    def begin_with(self, texts: Sequence[str]) -> None:
+        """Have each choice's text begin with a text that was not generated. After `expect`, before the submit."""
+        for choice, text in zip(self.choices, texts, strict=True):
+            choice.pending.append(json_escape(text))
+
     def feed(self, event: TokenEvent) -> bool:
         """Take one event; True if the caller shall `flush` this reply once it has fed the whole batch."""
         choice = self.choices[event.request.index]
@@ -157,6 +110,7 @@ class Reply:
         if token_ids:
             choice.completion_tokens += len(token_ids)
             if event.stop_token_id is not None:
+                choice.stop_token_id = event.stop_token_id
                 token_ids = token_ids[:-1]
             if choice.push(token_ids, self._escaped):
                 self._close(choice, FinishReason.STOP)
@@ -241,7 +195,7 @@ class Reply:
             parts.append(f"{choice.before}{text}{choice.after}")
         if choice.finish_reason is not None:
             choice.is_closed = True
-            parts.append(self._format.closing(index, choice.finish_reason.value))
+            parts.append(self._format.closing(index, choice.end()))
 
     def _send(self, text: str) -> None:
         if self._transport is None:
@@ -251,7 +205,7 @@ class Reply:
             self.exchange.cancel()
 
     def _write_whole(self) -> None:
-        choices = [("".join(c.pending), c.finish_reason.value) for c in self.choices if c.finish_reason is not None]
+        choices = [("".join(choice.pending), choice.end()) for choice in self.choices]
         times = self.choices[0].request.times
         headers = [*JSON_HEADERS, ("server-timing", server_timing(times))]
         self.exchange.respond(200, headers, self._format.whole(choices, self.usage()))

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from ftserve.engine.errors import InvalidRequestError
 
 MAX_CHOICES = 128
+MAX_BIASED_TOKENS = 1024
 MAX_TOKEN_ID = 2**32 - 1
 MAX_COUNT = 2**31 - 1  # of tokens: far beyond every model, and a number that each library can hold
 
@@ -26,8 +27,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {  # field: values that ask for nothing
     "response_format": (None, {"type": "text"}),
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
-    "logit_bias": (None, {}),
-    "echo": (None, False),
     "suffix": (None, ""),
     "best_of": (None, 1),
     "audio": (None,),
@@ -47,6 +46,8 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = False
 
 
+TokenIdKey = Annotated[str, StringConstraints(pattern="^[0-9]{1,10}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, StringConstraints(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1)]
 
@@ -68,6 +69,8 @@ class GenerationFields(BaseModel):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]] | None = None
+    include_stop_str_in_output: bool | None = False
+    logit_bias: Annotated[dict[TokenIdKey, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     ignore_eos: bool | None = False
@@ -80,8 +83,6 @@ class GenerationFields(BaseModel):
     response_format: Any = None
     logprobs: Any = None
     top_logprobs: Any = None
-    logit_bias: Any = None
-    echo: Any = None
     suffix: Any = None
     best_of: Any = None
     audio: Any = None
@@ -118,6 +119,7 @@ class ChatRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """Body of `POST /v1/completions`."""
 
+    echo: bool | None = False
     prompt: str | TokenIds | list[str] | list[TokenIds]
 
 

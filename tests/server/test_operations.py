@@ -64,3 +64,32 @@ def test_keys_come_from_the_environment_too(start_server: Start) -> None:
     server = start_server(env={"FTSERVE_API_KEY": "one,two"})
     assert server.get("/version").status_code == 401
     assert server.get("/version", headers={"authorization": "Bearer two"}).status_code == 200
+
+
+def test_echo_puts_the_prompt_first_and_counts_no_token_for_it(null_server: RunningServer) -> None:
+    ids = null_server.http.post("/tokenize", json={"prompt": "Once 1"}).json()["tokens"]
+    for prompt in ("Once 1", ["Once 1"], ids):
+        plain, echoed = (null_server.complete(prompt, echo=echo).json() for echo in (False, True))
+        assert echoed["choices"][0]["text"] == "Once 1" + plain["choices"][0]["text"]
+        assert echoed["usage"] == plain["usage"]
+
+
+def test_a_stop_string_is_named_and_kept_where_asked(null_server: RunningServer) -> None:
+    for include in (False, True):
+        answer = null_server.complete(max_tokens=50, stop=["zzz", "while"], include_stop_str_in_output=include).json()
+        choice = answer["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "while")
+        assert choice["text"] == " The answer took a " + "while" * include
+
+
+def test_a_stop_token_is_named(null_server: RunningServer) -> None:
+    token_id = null_server.http.post("/tokenize", json={"prompt": " answer"}).json()["tokens"][0]
+    choice = null_server.chat(stop_token_ids=[token_id]).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["message"]["content"]) == ("stop", token_id, " The")
+
+
+@pytest.mark.parametrize("bias", [{"x": 1}, {"1": 101}, {"1": "a"}, {"99999999": 1}, {"-1": 1}, [1]])
+def test_a_wrong_logit_bias_is_refused_by_name(null_server: RunningServer, bias: object) -> None:
+    answer = null_server.chat(logit_bias=bias)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("logit_bias")
