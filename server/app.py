@@ -13,9 +13,10 @@ from ftserve.engine.errors import FtserveError, ModelNotFoundError
 from ftserve.engine.loop import EngineState
 from ftserve.preprocess.pool import PreprocessPool
 from ftserve.server.admission import Admission
-from ftserve.server.auth import ApiKeys
+from ftserve.server.auth import OPEN_PATHS, ApiKeys
 from ftserve.server.chat import prepare_chat
 from ftserve.server.completions import prepare_completion
+from ftserve.server.cors import Cors
 from ftserve.server.exchange import Exchange
 from ftserve.server.generation import Handle, Job
 from ftserve.server.model import ServedModel
@@ -46,6 +47,8 @@ class App:
         registry: CollectorRegistry,
         *,
         keys: ApiKeys,
+        cors: Cors,
+        root_path: str,
         max_body_bytes: int,
     ) -> None:
         self.is_draining = False  # written once by the main thread; HTTP threads read it
@@ -55,6 +58,8 @@ class App:
         self._admission = admission
         self._registry = registry
         self._keys = keys
+        self._cors = cors
+        self._root_path = root_path.rstrip("/")
         self._max_body_bytes = max_body_bytes
         self._pages: dict[str, Callable[[Exchange], None]] = {
             "/health": self._health,
@@ -74,8 +79,11 @@ class App:
             exchange.refuse(problem_of(exc, exchange.request_id))
 
     def _route(self, exchange: Exchange) -> None:
-        self._keys.check(exchange)
-        path, method = exchange.path, exchange.method
+        path, method = exchange.path.removeprefix(self._root_path), exchange.method
+        if self._cors.admit(exchange):
+            return
+        if path not in OPEN_PATHS:
+            self._keys.check(exchange)
         handle = _POSTS.get(path)
         if handle is not None:
             _allow(method, "POST")

@@ -9,11 +9,12 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from ftserve.engine.config import ENGINE_KINDS, EngineConfig
 from ftserve.engine.errors import EngineDeadError, FtserveError
-from ftserve.server.config import DEFAULT_MODEL, ServerConfig, ThreadPlan, default_threads
+from ftserve.server.config import DEFAULT_MODEL, ServerConfig, ThreadPlan, Tls, default_threads
 
 ENVIRONMENT_PREFIX = "FTSERVE_"
 
@@ -67,6 +68,8 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
     options = parser.parse_args(arguments)
     if options.threads < 1:
         parser.error(f"argument --threads: {options.threads} is not a positive number")
+    if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
+        parser.error("--ssl-certfile and --ssl-keyfile go together")
     threads = ThreadPlan.split(
         options.threads, http=options.http_threads, preprocess=options.preprocess_threads, output=options.output_threads
     )
@@ -87,6 +90,10 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         host=options.host,
         port=options.port,
         threads=threads,
+        uds=options.uds,
+        tls=Tls(options.ssl_certfile, options.ssl_keyfile) if options.ssl_certfile else None,
+        root_path=options.root_path,
+        allowed_origins=tuple(options.allowed_origins or ()),
         api_keys=tuple(options.api_key or ()),
         http_scheduler=options.http_scheduler,
         max_concurrent_requests=options.max_concurrent_requests,
@@ -105,6 +112,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is not a file")
+    return path
+
+
 def _parser() -> argparse.ArgumentParser:
     server, engine = ServerConfig, EngineConfig()
     defaults = {name: field.default for name, field in server.__dataclass_fields__.items()}
@@ -121,6 +135,16 @@ def _parser() -> argparse.ArgumentParser:
     http.add_argument("--host", default=defaults["host"], help="address to listen on")
     http.add_argument("--port", type=int, default=defaults["port"], help="port to listen on; 0 takes a free one")
     http.add_argument("--served-model-name", default=None, help="the name that clients use, if not the model's own")
+    http.add_argument("--uds", type=Path, default=None, help="Unix socket to listen on, instead of host and port")
+    http.add_argument("--ssl-certfile", type=_file, default=None, help="certificate chain, PEM")
+    http.add_argument("--ssl-keyfile", type=_file, default=None, help="key of the certificate, PEM")
+    http.add_argument("--root-path", default=defaults["root_path"], help="prefix of all paths behind a proxy")
+    http.add_argument(
+        "--allowed-origins",
+        action="append",
+        metavar="ORIGIN",
+        help="origin of web pages that may call; can be given several times; * is all",
+    )
     http.add_argument(
         "--api-key",
         action="append",
@@ -202,5 +226,5 @@ def _environment_defaults(parser: argparse.ArgumentParser) -> dict[str, str | li
         if value is not None and action.dest != "help":
             if action.choices is not None and value not in action.choices:
                 parser.error(f"{ENVIRONMENT_PREFIX}{action.dest.upper()}: {value!r} is not one of {[*action.choices]}")
-            found[action.dest] = value.split(",") if action.dest == "api_key" else value
+            found[action.dest] = value.split(",") if isinstance(action, argparse._AppendAction) else value  # noqa: SLF001
     return found

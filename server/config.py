@@ -64,6 +64,14 @@ def _cgroup_quota() -> float | None:
     return min(quotas, default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Where the certificate chain and its key are, in PEM."""
+
+    certificate: Path
+    key: Path
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Everything the command line decides."""
@@ -71,7 +79,11 @@ class ServerConfig:
     model: str = DEFAULT_MODEL
     served_model_name: str | None = None  # None: `model` as it was given
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = 8000  # 0: a free one
+    uds: Path | None = None  # a Unix socket instead of host and port
+    tls: Tls | None = None
+    root_path: str = ""  # what a proxy puts before our paths and does not take away
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may call; "*": all
     threads: ThreadPlan = field(default_factory=lambda: ThreadPlan.split(default_threads()))
     api_keys: tuple[str, ...] = ()  # any of them opens the server; none: it is open
     http_scheduler: str = "direct"  # direct | asyncio

@@ -59,6 +59,7 @@ class Exchange:
         "_proto",
         "_requests",
         "body",
+        "extra_headers",
         "headers",
         "method",
         "path",
@@ -75,6 +76,7 @@ class Exchange:
         given: str | None = self.headers.get("x-request-id")
         usable = given is not None and 0 < len(given) <= _MAX_REQUEST_ID_CHARS and given.isprintable()
         self.request_id = given if usable and given is not None else f"{getrandbits(128):032x}"
+        self.extra_headers: tuple[tuple[str, str], ...] = (("x-request-id", self.request_id),)  # of every answer
         self.body = b""
         self._proto = proto
         self._end = end
@@ -152,7 +154,7 @@ class Exchange:
 
     def respond(self, status: int, headers: Headers, body: str) -> None:
         """Send a whole answer and end. The owner only."""
-        self._proto.response_str(status, [*headers, ("x-request-id", self.request_id)], body)
+        self._proto.response_str(status, [*headers, *self.extra_headers], body)
         self.end()
 
     def refuse(self, problem: Problem) -> None:
@@ -161,7 +163,7 @@ class Exchange:
 
     def open_stream(self, headers: Headers) -> Any:
         """Send the head of a streamed answer and return granian's transport; drop it before `end`."""
-        return self._proto.response_stream(200, [*headers, ("x-request-id", self.request_id)])
+        return self._proto.response_stream(200, [*headers, *self.extra_headers])
 
     def end(self) -> None:
         """Release the connection. Any thread; the first call counts."""

@@ -13,19 +13,22 @@ Two schedulers turn granian's callback into an `Exchange`:
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextvars import Context
+from pathlib import Path
 from typing import Any
 
 from granian import _granian
 from granian._futures import _future_watcher_wrapper, _new_cbscheduler
+from granian.constants import SSLProtocols
 from granian.http import HTTP1Settings
 
-from ftserve.server.config import ServerConfig
+from ftserve.server.config import ServerConfig, Tls
 from ftserve.server.exchange import Exchange, Inline
 
 log = logging.getLogger("ftserve.http")
@@ -50,25 +53,20 @@ class HttpServer:
         self._stop = _native.WorkerSignal()
         self._thread = threading.Thread(target=self._run, name="ftserve-http", daemon=True)
 
-    def bind(self) -> int:
-        """Take the address and return the port.
+    def bind(self) -> str:
+        """Take the address and return it as clients write it.
 
         Raises:
             OSError: the address is in use, or is not ours.
         """
         config = self._config
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Inherited by each connection: the kernel drops a peer that takes no byte for so long, the send then fails,
-        # and the request is cancelled. granian's send queue gives no sign of a slow reader itself.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.stall_timeout_s * 1000))
-        listener.bind((config.host, config.port))
-        listener.setblocking(False)
-        self._socket = listener
-        port: int = listener.getsockname()[1]
-        return port
+        if config.uds is not None:
+            self._socket = _bind_unix(config.uds)
+            return f"unix:{config.uds}"
+        self._socket = _bind_tcp(config.host, config.port, config.stall_timeout_s)
+        scheme = "http" if config.tls is None else "https"
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        return f"{scheme}://{host}:{self._socket.getsockname()[1]}"
 
     def start(self) -> None:
         """Begin to accept; returns once connections are taken. After `bind`.
@@ -78,14 +76,15 @@ class HttpServer:
         """
         assert self._socket is not None, "bind first"
         self._thread.start()
-        address, deadline = self._socket.getsockname()[:2], time.monotonic() + _START_TIMEOUT_S
+        deadline = time.monotonic() + _START_TIMEOUT_S
         while self._thread.is_alive() and time.monotonic() < deadline:
-            try:
-                socket.create_connection(address, timeout=_START_TIMEOUT_S).close()
-            except ConnectionRefusedError:  # bound, and not listening yet
-                time.sleep(0.01)
-            else:
-                return
+            with socket.socket(self._socket.family, socket.SOCK_STREAM) as probe:
+                try:
+                    probe.connect(self._socket.getsockname())
+                except ConnectionRefusedError:  # bound, and not listening yet
+                    time.sleep(0.01)
+                else:
+                    return
         raise RuntimeError("granian did not start")
 
     def is_alive(self) -> bool:
@@ -102,22 +101,25 @@ class HttpServer:
         direct = self._config.http_scheduler == "direct"
         loop = InlineLoop() if direct else asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
+        is_unix = self._socket.family == socket.AF_UNIX
         worker = _native.RSGIWorker(
             1,
-            _native.SocketHolder(self._socket.fileno(), False, BACKLOG),
+            _native.SocketHolder(self._socket.fileno(), is_unix, BACKLOG),
             None,
             threads=self._config.threads.http,
             backpressure=MAX_CONNECTIONS,
             http_mode="1",
             http1_opts=HTTP1Settings(),
             metrics=(None, None),
+            **_tls_options(self._config.tls),
         )
         scheduler = (
             _direct_scheduler(loop, self._handle)
             if direct
             else _new_cbscheduler(loop, _future_watcher_wrapper(self._serve), impl_asyncio=True)
         )
-        worker.serve_mtr(scheduler, loop, self._stop)
+        serve = worker.serve_mtr_uds if is_unix else worker.serve_mtr
+        serve(scheduler, loop, self._stop)
 
     async def _serve(self, scope: Any, proto: Any) -> None:
         loop = asyncio.get_running_loop()
@@ -128,6 +130,50 @@ class HttpServer:
 
         self._handle(Exchange(scope, proto, end))
         await ended
+
+
+def _bind_tcp(host: str, port: int, stall_timeout_s: float) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Inherited by each connection: the kernel drops a peer that takes no byte for so long, the send then fails, and the
+    # request is cancelled. granian's send queue gives no sign of a slow reader itself.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_timeout_s * 1000))
+    try:
+        listener.bind((host, port))
+    except OSError as exc:
+        listener.close()
+        raise OSError(exc.errno, exc.strerror, f"{host}:{port}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """Take a Unix socket; a file that a server left behind is replaced, one that a server listens on is not."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except FileNotFoundError:
+            pass
+        except ConnectionRefusedError:
+            path.unlink()
+        else:
+            raise OSError(errno.EADDRINUSE, "Address already in use", str(path))
+    listener.bind(str(path))
+    listener.setblocking(False)
+    return listener
+
+
+def _tls_options(tls: Tls | None) -> dict[str, Any]:
+    if tls is None:
+        return {}
+    return {
+        "ssl_enabled": True,
+        "ssl_cert": str(tls.certificate.resolve()),
+        "ssl_key": str(tls.key.resolve()),
+        "ssl_protocol_min": str(SSLProtocols.tls12),
+    }
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -21,6 +21,7 @@ from ftserve.server.admission import Admission
 from ftserve.server.app import App
 from ftserve.server.auth import ApiKeys
 from ftserve.server.config import ServerConfig
+from ftserve.server.cors import Cors
 from ftserve.server.garbage import GarbageKeeper
 from ftserve.server.generation import GenerationWorker, Job
 from ftserve.server.http import HttpServer, check_granian
@@ -69,10 +70,12 @@ class Service:
             self.admission,
             registry,
             keys=ApiKeys(config.api_keys),
+            cors=Cors(config.allowed_origins),
+            root_path=config.root_path,
             max_body_bytes=config.max_body_bytes,
         )
         self._http = HttpServer(config, self.app)
-        self.port = config.port
+        self.url = ""  # once started
 
     def start(self, stop: threading.Event) -> None:
         """Start every thread and wait until the model can be served, or until `stop` is set.
@@ -81,7 +84,7 @@ class Service:
             OSError: the address cannot be had.
             EngineDeadError: the model cannot be loaded.
         """
-        self.port = self._http.bind()
+        self.url = self._http.bind()
         for output in self._outputs:
             output.start()
         self._pool.start()
@@ -172,7 +175,7 @@ class Service:
         threads, about = self.config.threads, self.engine.loop.description
         gil = "on" if is_gil_enabled() else "off"
         return (
-            f"serving {self.model.name} at http://{self.config.host}:{self.port} "
+            f"serving {self.model.name} at {self.url} "
             f"(Python {platform.python_version()}, GIL {gil}; threads: {threads.http} http, "
             f"{threads.preprocess} preprocess, {threads.output} output, 1 engine; engine {self._engine_config.kind}, "
             f"device {about['device']}, dtype {about['dtype']}, KV cache {about['kv_capacity_tokens']} tokens; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,8 +26,10 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
     """Start servers without a model and with options of the test's own; they end with the test."""
     with ExitStack() as stack:
 
-        def start(*arguments: str, env: dict[str, str] | None = None) -> RunningServer:
+        def start(
+            *arguments: str, env: dict[str, str] | None = None, verify: ssl.SSLContext | bool = False
+        ) -> RunningServer:
             log_path = tmp_path / f"server-{len(list(tmp_path.glob('server-*')))}.log"
-            return stack.enter_context(RunningServer(log_path, *NULL_ENGINE, *arguments, env=env))
+            return stack.enter_context(RunningServer(log_path, *NULL_ENGINE, *arguments, env=env, verify=verify))
 
         yield start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import sysconfig
@@ -52,6 +53,7 @@ class RunningServer:
         *arguments: str,
         command: tuple[str, ...] = COMMAND,
         env: Mapping[str, str] | None = None,
+        verify: ssl.SSLContext | bool = False,
     ) -> None:
         self._log_path = log_path
         with log_path.open("wb") as log:
@@ -59,12 +61,12 @@ class RunningServer:
                 [*command, "--port", "0", *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment(env)
             )
         try:
-            self.port = int(self._wait_for_line(r"serving \S+ at http://[^ ]+:(\d+) \("))
+            self.url = self._wait_for_line(r"serving \S+ at (https?://[^ ]+) \(")
         except BaseException:
             self.kill()
             raise
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
+        self.port = int(self.url.rpartition(":")[2])
+        self.http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False, verify=verify)
         wait_until(lambda: self.http.get("/ready").status_code == 200, "ready", START_TIMEOUT_S)
 
     def __enter__(self) -> Self:
