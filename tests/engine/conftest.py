@@ -64,12 +64,13 @@ class Tiny:
         max_model_len: int = 200,
         use_prefix_cache: bool = True,
         eos_token_ids: Iterable[int] = (),
+        kernel: Any = None,
     ) -> Any:
         """Return an engine over the model."""
         import torch
 
-        from ftserve.engine.attention import KVCache
         from ftserve.engine.blocks import BlockPool
+        from ftserve.engine.kv_cache import KVCache
         from ftserve.engine.loader import probe_layers
         from ftserve.engine.runner import ModelRunner
         from ftserve.engine.sampler import Sampler
@@ -85,7 +86,7 @@ class Tiny:
                 max_prefill_tokens=chunk,
                 use_prefix_cache=use_prefix_cache,
             ),
-            ModelRunner(self.model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len),
+            ModelRunner(self.model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, kernel=kernel),
             Sampler(VOCAB_SIZE, cpu),
             vocab_size=VOCAB_SIZE,
             max_model_len=max_model_len,
@@ -141,6 +142,17 @@ def tiny_qwen2(torch: ModuleType) -> Tiny:
 @pytest.fixture(scope="session", params=["llama", "qwen2"])
 def tiny(request: pytest.FixtureRequest) -> Tiny:
     found: Tiny = request.getfixturevalue(f"tiny_{request.param}")
+    return found
+
+
+@pytest.fixture(scope="session")
+def kernel(torch: ModuleType) -> Any:
+    """Our CPU kernel, or a skip where there is no compiler."""
+    from ftserve.engine import native
+
+    found = native.load_decode_kernel()
+    if found is None:
+        pytest.skip("no C++ compiler")
     return found
 
 

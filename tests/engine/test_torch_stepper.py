@@ -25,22 +25,28 @@ def test_greedy_equals_transformers_at_every_chunk_size(tiny: Any, make_request:
     assert got == [tiny.greedy(p, 12) for p in asked]
 
 
-def test_greedy_equals_transformers_under_preemption(tiny: Any, make_request: Any, texts: Any) -> None:
-    asked = prompts(8, shortest=8, longest=20)
-    batcher = tiny.batcher(num_blocks=22, chunk=16, use_prefix_cache=False)
-    got = texts(batcher, [make_request(p, max_tokens=30) for p in asked])
-    assert batcher.statistics().num_preemptions > 0
-    assert got == [tiny.greedy(p, 30) for p in asked]
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_greedy_equals_transformers_with_our_kernel(
+    tiny: Any, make_request: Any, texts: Any, kernel: Any, chunk: int
+) -> None:
+    asked = prompts(6, longest=80)
+    batcher = tiny.batcher(chunk=chunk, kernel=kernel)
+    got = texts(batcher, [make_request(p, max_tokens=12) for p in asked])
+    assert got == [tiny.greedy(p, 12) for p in asked]
 
 
-def test_greedy_equals_transformers_under_preemption_with_prefix_cache(
-    tiny: Any, make_request: Any, texts: Any
+@pytest.mark.parametrize("use_prefix_cache", [False, True])
+@pytest.mark.parametrize("native", [False, True])
+def test_greedy_equals_transformers_under_preemption(
+    tiny: Any, make_request: Any, texts: Any, kernel: Any, use_prefix_cache: bool, native: bool
 ) -> None:
     asked = prompts(8, shortest=8, longest=20)
-    batcher = tiny.batcher(num_blocks=22, chunk=16)
+    batcher = tiny.batcher(
+        num_blocks=22, chunk=16, use_prefix_cache=use_prefix_cache, kernel=kernel if native else None
+    )
     got = texts(batcher, [make_request(p, max_tokens=30) for p in asked])
     assert batcher.statistics().num_preemptions > 0
-    assert batcher.statistics().blocks.hits > 0
+    assert (batcher.statistics().blocks.hits > 0) is use_prefix_cache
     assert got == [tiny.greedy(p, 30) for p in asked]
 
 
@@ -201,7 +207,13 @@ def test_cancel_frees_at_once(tiny_llama: Any, make_request: Any, steps: int) ->
 
 def test_same_seed_same_text_whatever_else_runs(tiny: Any, make_request: Any, texts: Any) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 20}
-    variants: list[dict[str, Any]] = [{}, {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.02}, {"top_k": 30, "top_p": 0.9, "min_p": 0.001}]
+    variants: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.8},
+        {"top_k": 20},
+        {"min_p": 0.02},
+        {"top_k": 30, "top_p": 0.9, "min_p": 0.001},
+    ]
     prompt, *others = prompts(9)
     for variant in variants:
         alone = texts(tiny.batcher(), [make_request(prompt, **options, **variant)])[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.serving import COMMAND, NULL_ENGINE, RunningServer, completion_body, environment, wait_until
+from tests.server.serving import COMMAND, NULL_ENGINE, RunningServer, completion_body, environment
 
 Start = Callable[..., RunningServer]
 
@@ -21,15 +21,9 @@ def test_a_unix_socket_takes_the_place_of_a_port(tmp_path: Path) -> None:
     command = [*COMMAND, *NULL_ENGINE, "--uds", str(path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment(), text=True) as process:
         try:
+            assert process.stderr is not None
+            assert any(f"at unix:{path} (" in line for line in process.stderr)  # reads up to the start line
             with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://server") as client:
-
-                def is_ready() -> bool:
-                    try:
-                        return client.get("/ready").status_code == 200
-                    except httpx.TransportError:
-                        return False
-
-                wait_until(is_ready, "ready", 60)
                 assert client.post("/v1/completions", json=completion_body()).status_code == 200
             second = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False, timeout=60)
             assert second.returncode == 1
