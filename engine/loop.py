@@ -203,10 +203,12 @@ class EngineLoop:
         events = stepper.step()
         self.step_seconds.observe(time.monotonic() - began)
         self.steps += 1
+        num_tokens = 0
         for event in events:
-            self.generated_tokens += len(event.token_ids)
+            num_tokens += len(event.token_ids)
             if event.finish_reason is not None:
                 self._live.remove(event.request)  # KeyError here: a second final event, our bug
+        self.generated_tokens += num_tokens
         return events
 
     def _end(self, request: GenerationRequest, reason: FinishReason, error: Exception | None = None) -> TokenEvent:

@@ -5,9 +5,9 @@ It shows what the front end alone can do, and it scripts exact outputs for tests
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent
@@ -21,15 +21,6 @@ NULL_TEXT = (
 )
 
 
-class _Sequence:
-    __slots__ = ("made", "request", "wanted")
-
-    def __init__(self, request: GenerationRequest) -> None:
-        self.request = request
-        self.wanted = request.sampling.max_tokens
-        self.made = 0
-
-
 class NullStepper:
     """Emits `script` from its start, over and over, to each of up to `max_num_seqs` running requests."""
 
@@ -39,44 +30,51 @@ class NullStepper:
         self._max_model_len = max_model_len
         self._step_s = step_ms / 1e3
         self._next_step = 0.0
-        self._waiting: deque[_Sequence] = deque()
-        self._running: dict[GenerationRequest, _Sequence] = {}
+        self._waiting: dict[GenerationRequest, None] = {}  # in the order of arrival
+        self._running: dict[GenerationRequest, Iterator[TokenEvent]] = {}
+        self._ended: list[GenerationRequest] = []  # in this step
 
     def add(self, request: GenerationRequest) -> None:
         if len(request.prompt_ids) + request.sampling.max_tokens > self._max_model_len:
             raise InvalidRequestError(f"The engine holds {self._max_model_len} tokens a sequence.")
-        self._waiting.append(_Sequence(request))
+        self._waiting[request] = None
 
     def cancel(self, request: GenerationRequest) -> None:
-        if self._running.pop(request, None) is None:
-            self._waiting = deque(s for s in self._waiting if s.request is not request)
+        self._waiting.pop(request, None)
+        self._running.pop(request, None)
 
     def step(self) -> list[TokenEvent]:
         self._pace()
-        running, waiting, script = self._running, self._waiting, self._script
+        running, waiting = self._running, self._waiting
         while waiting and len(running) < self._max_num_seqs:
-            sequence = waiting.popleft()
-            sequence.request.times.scheduled = time.monotonic()
-            running[sequence.request] = sequence
-        events, ended, length = [], [], len(script)
-        for request, sequence in running.items():
-            made = sequence.made
-            token = script[made % length]
-            sequence.made = made = made + 1
-            event = TokenEvent(request, token)
-            if made == 1:
-                request.times.first_token = time.monotonic()
-            if request.sampling.stop_token_ids and token[0] in request.sampling.stop_token_ids:
-                event.finish_reason, event.stop_token_id = FinishReason.STOP, token[0]
-                ended.append(request)
-            elif made == sequence.wanted:
-                event.finish_reason = FinishReason.LENGTH
-                ended.append(request)
-            events.append(event)
-        for request in ended:
+            request = next(iter(waiting))
+            del waiting[request]
+            request.times.scheduled = time.monotonic()
+            running[request] = self._generate(request)
+        events = [next(sequence) for sequence in running.values()]
+        for request in self._ended:
             request.times.finished = time.monotonic()
             del running[request]
+        self._ended.clear()
         return events
+
+    def _generate(self, request: GenerationRequest) -> Iterator[TokenEvent]:
+        """Yield the events of one sequence; a generator, since its locals are the cheapest state there is."""
+        script = itertools.cycle(self._script)
+        stop_ids = request.sampling.stop_token_ids
+        request.times.first_token = time.monotonic()
+        for _ in range(request.sampling.max_tokens - 1):
+            token_ids = next(script)
+            if stop_ids and token_ids[0] in stop_ids:
+                break
+            yield TokenEvent(request, token_ids)
+        else:
+            token_ids = next(script)
+        self._ended.append(request)
+        if token_ids[0] in stop_ids:
+            yield TokenEvent(request, token_ids, FinishReason.STOP, token_ids[0])
+        else:
+            yield TokenEvent(request, token_ids, FinishReason.LENGTH)
 
     def _pace(self) -> None:
         if self._step_s:

@@ -29,7 +29,17 @@ _MAX_REQUEST_ID_CHARS = 128
 
 def is_lost(sent: object) -> bool:
     """Whether what granian's `send_str` returned says that the client has gone; it raises nothing then."""
-    return type(sent).__name__ == "PyErrAwaitable"
+    return type(sent) not in _SENT_TYPES and not _is_sent(type(sent))
+
+
+_SENT_TYPES: set[type] = set()  # granian does not export it; one entry, added when it is first seen
+
+
+def _is_sent(kind: type) -> bool:
+    if kind.__name__ == "PyErrAwaitable":
+        return False
+    _SENT_TYPES.add(kind)
+    return True
 
 
 class Inline:

@@ -68,11 +68,16 @@ class OutputThread:
         began = time.perf_counter()
         dirty: list[Reply] = []
         num_tokens = 0
+        is_single = len(batches) == 1  # else tokens of one stream are joined to one chunk
         for batch in batches:
             for event in batch:
                 reply: Reply = event.request.route  # type: ignore[assignment]  # what `generation` put there
-                num_tokens += len(event.token_ids)
+                token_ids = event.token_ids
+                num_tokens += len(token_ids)
+                flow = reply.flow if is_single and len(token_ids) == 1 and event.finish_reason is None else None
                 try:
+                    if flow is not None and flow(token_ids[0]):
+                        continue
                     if reply.feed(event):
                         dirty.append(reply)
                 except Exception as exc:  # noqa: BLE001 - one broken reply must not take the lane down
