@@ -53,12 +53,17 @@ class RunningServer:
         *arguments: str,
         command: tuple[str, ...] = COMMAND,
         env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
         verify: ssl.SSLContext | bool = False,
     ) -> None:
         self._log_path = log_path
         with log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--port", "0", *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment(env)
+                [*command, "--port", "0", *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(env),
+                cwd=cwd,
             )
         try:
             self.url = self._wait_for_line(r"serving \S+ at (https?://[^ ]+) \(")

@@ -71,7 +71,7 @@ def test_a_body_that_is_no_request_is_400(null_server: RunningServer, path: str,
     refusal(send(null_server, path, body))
 
 
-VALUES = {
+VALUES: dict[str, list[str]] = {
     "temperature": ["1e999", "-1e999", "NaN", "Infinity", "-Infinity", "-0.1", "2.01", '"1"', "true", "[1]", "{}"],
     "top_p": ["0", "-1", "1.01", "NaN", "1e999", '"1"'],
     "top_k": ["-2", "1.5", "NaN", '"1"', "1e3"],
@@ -91,8 +91,8 @@ VALUES = {
     "tools": ['[{"type": "function", "function": {"name": "f"}}]'],
     "logprobs": ["true", "5"],
     "response_format": ['{"type": "json_object"}', '{"json_object": false}', '"json"', '{"type": "json_schema"}'],
-    "logit_bias": ['{"5": 100}', "[]", "5"],
-    "echo": ["true"],
+    "logit_bias": ['{"5": 101}', '{"5": NaN}', '{"5": "1"}', '{"a": 1}', '{"-1": 1}', '{"99999999": 1}', "[]", "5"],
+    "include_stop_str_in_output": ['"true"', "1"],
     "suffix": ['"x"'],
     "best_of": ["5"],
 }

@@ -1,0 +1,44 @@
+"""The server with an engine that dies as soon as it is given a request with the seed `DEADLY`.
+
+Run by test_engine_death; `LOADING` as first argument lets it die while loading.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ftserve.engine.null import NullStepper
+from ftserve.engine.types import GenerationRequest, TokenEvent
+from ftserve.server.cli import run
+from ftserve.server.service import Service
+
+DEADLY = 13
+LOADING = "--while-loading"
+
+
+class DyingStepper(NullStepper):
+    is_doomed = False
+
+    def add(self, request: GenerationRequest) -> None:
+        super().add(request)
+        self.is_doomed = self.is_doomed or request.sampling.seed == DEADLY
+
+    def step(self) -> list[TokenEvent]:
+        if self.is_doomed:
+            raise RuntimeError("the device is gone at /dev/secret0")
+        return super().step()
+
+
+def make_dying_stepper(_service: Service) -> DyingStepper:
+    return DyingStepper(range(1000, 1100), max_num_seqs=4, max_model_len=8192, step_ms=5)
+
+
+def fail_to_load(_service: Service) -> DyingStepper:
+    raise RuntimeError("no memory at /dev/secret0")
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    make = fail_to_load if LOADING in arguments else make_dying_stepper
+    Service._make_stepper = make  # type: ignore[method-assign]
+    run([argument for argument in arguments if argument != LOADING])

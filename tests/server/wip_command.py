@@ -1,0 +1,154 @@
+"""The command as operators type it: from anywhere, with mistakes, through the environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.server.serving import COMMAND, MODEL, NULL_ENGINE, RunningServer, environment
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(sys.executable).with_name("ftserve")
+WITH_GIL = ROOT / ".venv-gil" / "bin" / "python"
+
+
+def run(*arguments: str, command: tuple[str, ...] = COMMAND, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end, which must come soon."""
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=60, env=environment(env), check=False
+    )
+
+
+def error_of(ended: subprocess.CompletedProcess[str], code: int) -> str:
+    """Return the line that says what is wrong."""
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout == ""
+    assert "Traceback" not in ended.stderr
+    return ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", [(sys.executable, "-m", "ftserve"), (str(SCRIPT),)], ids=["module", "script"])
+def test_it_restarts_itself_with_the_gil_off(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """From another directory, with arguments that a shell would have split."""
+    arguments = (*NULL_ENGINE, "--served-model-name", "a name; with $signs")
+    with RunningServer(tmp_path / "log", *arguments, command=command, cwd=tmp_path) as server:
+        assert server.log().startswith("ftserve: restarting with -X gil=0\n")
+        assert server.get("/v1/models").json()["data"][0]["id"] == "a name; with $signs"
+        assert server.metric("gil_enabled") == 0
+        assert server.stop() == 0
+
+
+def test_the_script_imports_nothing_from_where_it_is_started(tmp_path: Path) -> None:
+    (tmp_path / "logging.py").write_text("raise SystemExit('wrong logging')")
+    with RunningServer(tmp_path / "log", *NULL_ENGINE, command=(str(SCRIPT),), cwd=tmp_path) as server:
+        assert server.chat().status_code == 200
+
+
+@pytest.mark.parametrize("settings", [{"PYTHON_GIL": "0"}, {"PYTHON_GIL": "1"}])
+def test_the_gil_is_off_whatever_the_environment_says(tmp_path: Path, settings: dict[str, str]) -> None:
+    command = (sys.executable, "-m", "ftserve")
+    with RunningServer(tmp_path / "log", *NULL_ENGINE, command=command, env=settings) as server:
+        assert ("restarting" in server.log()) == (settings["PYTHON_GIL"] == "1")
+        assert server.metric("gil_enabled") == 0
+
+
+def test_help_names_each_option_and_its_default() -> None:
+    ended = run("--help", COLUMNS="200")
+    assert ended.returncode == 0
+    for option in ("--host", "--port", "--threads", "--max-num-seqs", "--request-timeout", "--engine", "--api-key"):
+        assert option in ended.stdout
+    assert "(default: 127.0.0.1)" in ended.stdout
+    assert MODEL in ended.stdout
+
+
+BAD_OPTIONS = [
+    ("--nonsense",),
+    ("--port", "http"),
+    ("--port", "65536"),
+    ("--port", "-1"),
+    ("--threads", "0"),
+    ("--threads", "many"),
+    ("--http-threads", "-1"),
+    ("--max-num-seqs", "0"),
+    ("--max-num-seqs", "1.5"),
+    ("--max-concurrent-requests", "0"),
+    ("--engine", "gas"),
+    ("--http-scheduler", "none"),
+    ("--dtype", "int7"),
+    ("--log-level", "loud"),
+    ("--request-timeout", "nan"),
+    ("--request-timeout", "-1"),
+    ("--stall-timeout", "0"),
+    ("--stall-timeout", "1e12"),
+    ("--shutdown-timeout", "inf"),
+    ("--kv-cache-gb", "nan"),
+    ("--null-step-ms", "-5"),
+]
+
+
+@pytest.mark.parametrize("option", BAD_OPTIONS, ids=" ".join)
+def test_a_bad_option_exits_with_2_and_is_named(option: tuple[str, ...]) -> None:
+    line = error_of(run(*option), 2)
+    assert line.startswith("ftserve: error: ")
+    assert option[0] in line
+    assert option[-1] in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("WEB_CONCURRENCY", "many"), ("WEB_CONCURRENCY", "0"), ("FTSERVE_PORT", "http"), ("FTSERVE_ENGINE", "gas"),
+     ("FTSERVE_MAX_NUM_SEQS", "0")],
+)  # fmt: skip
+def test_a_bad_value_in_the_environment_exits_with_2(name: str, value: str) -> None:
+    assert repr(value) in error_of(run(**{name: value}), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("/no/such/directory",), "no such directory"),
+        ((str(ROOT / "tests"),), "config.json"),
+        (("no-such-model",), "neither a built-in name"),
+        (("--max-model-len", "100000000"), "--max-model-len"),
+        (("--host", "203.0.113.1"), "203.0.113.1"),
+        (("--host", "no-such-host.invalid"), "no-such-host"),
+    ],
+)
+def test_what_cannot_be_served_exits_with_1_and_one_line(arguments: tuple[str, ...], words: str) -> None:
+    ended = run(*NULL_ENGINE, "--port", "0", *arguments, HF_HUB_OFFLINE="1")
+    line = error_of(ended, 1)
+    assert line.startswith("ftserve: ")
+    assert words in line
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_each_option_can_come_from_the_environment(tmp_path: Path) -> None:
+    settings = {
+        "FTSERVE_ENGINE": "null",
+        "FTSERVE_SERVED_MODEL_NAME": "from-the-environment",
+        "FTSERVE_MAX_MODEL_LEN": "100",
+        "FTSERVE_HTTP_THREADS": "2",
+        "WEB_CONCURRENCY": "5",
+    }
+    with RunningServer(tmp_path / "log", env=settings) as server:
+        (model,) = server.get("/v1/models").json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("from-the-environment", 100)
+        assert "threads: 2 http, 2 preprocess, 1 output" in server.log()
+
+
+def test_an_argument_wins_over_the_environment_and_that_over_web_concurrency(tmp_path: Path) -> None:
+    settings = {"FTSERVE_THREADS": "4", "WEB_CONCURRENCY": "7", "FTSERVE_SERVED_MODEL_NAME": "other"}
+    with RunningServer(tmp_path / "log", "--engine", "null", "--served-model-name", "mine", env=settings) as server:
+        assert server.get("/v1/models").json()["data"][0]["id"] == "mine"
+        assert "threads: 1 http, 2 preprocess, 1 output" in server.log()
+
+
+@pytest.mark.skipif(not WITH_GIL.exists(), reason="make env has made no environment with the GIL")
+def test_a_python_with_the_gil_is_told_so() -> None:
+    ended = run(command=(str(WITH_GIL), str(ROOT / "server" / "ftserve" / "__main__.py")))
+    line = error_of(ended, 2)
+    assert "has a GIL" in line
+    assert len(ended.stderr.splitlines()) == 1
