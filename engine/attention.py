@@ -3,8 +3,6 @@
 Every attention layer calls `paged_attention` with the queries, keys and values of the whole flat batch. It puts keys
 and values into the cache and attends each token to its own sequence's cache. What it needs to know of the batch comes
 as the keyword `paged`, which the models pass through to every layer.
-
-Layout, on every device: keys and values of a layer are `[1 + num_blocks, block_size, kv_heads, head_dim]`.
 """
 
 from __future__ import annotations
@@ -17,48 +15,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from ftserve.engine.kv_cache import KVCache
+from ftserve.engine.native import DecodeKernel
+
 IMPLEMENTATION = "ftserve"  # name under which transformers knows us
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one attention layer stores of a token."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def num_elements(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim)
-
-
-class KVCache:
-    """Keys and values of every layer. All zero at first, so that what is masked out is finite."""
-
-    def __init__(
-        self, shapes: list[LayerShape], num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Allocate `num_blocks` blocks and the null block. On the CPU, memory is only used when it is first written."""
-        rows = num_blocks + 1
-        self.block_size = block_size
-        self.keys = [
-            torch.zeros(rows, block_size, shape.kv_heads, shape.key_dim, dtype=dtype, device=device) for shape in shapes
-        ]
-        self.values = [
-            torch.zeros(rows, block_size, shape.kv_heads, shape.value_dim, dtype=dtype, device=device)
-            for shape in shapes
-        ]
-
-    def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store tokens `[T, kv_heads, head_dim]` at `rows` (int64 [T]; block * block_size + offset)."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, rows, key)
-        self.values[layer].flatten(0, 1).index_copy_(0, rows, value)
-
-    def clear(self, blocks: list[int]) -> None:
-        """Set blocks to zero in every layer."""
-        for tensor in (*self.keys, *self.values):
-            tensor[blocks] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +38,10 @@ class PagedBatch:
     cache: KVCache
     rows: Tensor  # int64 [T]; where each token's key and value go
     num_decodes: int
-    tables: Tensor  # int64 [num_decodes, longest]; blocks of each sequence, padded with the null block
+    tables: Tensor  # int32 [num_decodes, longest]; blocks of each sequence, padded with the null block
     context_lens: Tensor  # int64 [num_decodes]; tokens of the sequence, up to and with this one
     chunks: list[PromptChunk]
+    kernel: DecodeKernel | None = None  # None: stock operators
     _masks: dict[Any, Tensor] = field(default_factory=dict)  # the same in every layer of one window
 
     def decode_mask(self, window: int | None) -> Tensor:
@@ -132,14 +93,23 @@ def paged_attention(
         [1, T, heads, value_dim], and None in place of the weights.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
-    paged.cache.write(layer, paged.rows, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    num_decodes = paged.num_decodes
+    query, key, value = query[0], key[0], value[0]
     options = _Options(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-    output = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
-    if paged.num_decodes:
-        output[: paged.num_decodes] = _decode(paged, layer, query[0, :, : paged.num_decodes], options)
+    output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
+    stored = 0
+    if num_decodes and paged.kernel is not None:
+        _decode_natively(paged, paged.kernel, layer, (query, key, value), options, output)
+        stored = num_decodes
+    if stored < len(output):
+        paged.cache.write(
+            layer, paged.rows[stored:], key[:, stored:].transpose(0, 1), value[:, stored:].transpose(0, 1)
+        )
+    if stored < num_decodes:
+        output[:num_decodes] = _decode(paged, layer, query[:, :num_decodes], options)
     for chunk in paged.chunks:
         span = slice(chunk.start, chunk.start + chunk.count)
-        output[span] = _prefill(paged, layer, chunk, query[0, :, span], options).transpose(0, 1)
+        output[span] = _prefill(paged, layer, chunk, query[:, span], options).transpose(0, 1)
     return output[None], None
 
 
@@ -151,12 +121,38 @@ class _Options:
     sinks: Tensor | None
 
 
+def _decode_natively(
+    paged: PagedBatch,
+    kernel: DecodeKernel,
+    layer: int,
+    projections: tuple[Tensor, Tensor, Tensor],
+    options: _Options,
+    output: Tensor,
+) -> None:
+    """Store and attend single tokens, the first of `projections` [heads, T, head_dim]; fill the first of `output`."""
+    query, key, value = (t[:, : paged.num_decodes] for t in projections)
+    kernel(
+        query,
+        key,
+        value,
+        keys=paged.cache.keys[layer],
+        values=paged.cache.values[layer],
+        tables=paged.tables,
+        lens=paged.context_lens,
+        output=output[: paged.num_decodes],
+        scaling=options.scaling,
+        window=options.window,
+        softcap=options.softcap,
+        sinks=None if options.sinks is None else options.sinks.float(),
+    )
+
+
 def _decode(paged: PagedBatch, layer: int, query: Tensor, options: _Options) -> Tensor:
     """Attend single tokens, `query` [heads, N, head_dim]; return [N, heads, value_dim].
 
     The query heads that share a key head are the rows of one product.
     """
-    cache, tables = paged.cache, paged.tables
+    cache, tables = paged.cache, paged.tables.long()
     kv_heads = cache.keys[layer].shape[2]
     heads = query.shape[0]
     key = cache.keys[layer][tables].flatten(1, 2).transpose(1, 2)  # [N, kv_heads, L, head_dim]

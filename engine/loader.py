@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.utils import logging as transformers_logging
 
 from ftserve.engine import attention
-from ftserve.engine.attention import LayerShape
+from ftserve.engine.kv_cache import LayerShape
 
 
 class UnsupportedModelError(ValueError):

@@ -7,20 +7,30 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ftserve.engine.attention import KVCache, PagedBatch, PromptChunk
+from ftserve.engine.attention import PagedBatch, PromptChunk
+from ftserve.engine.kv_cache import KVCache
+from ftserve.engine.native import DecodeKernel
 from ftserve.engine.scheduler import StepPlan
-from ftserve.engine.sequence import Sequence
 
 
 class ModelRunner:
     """A model, its cache, and the tables that tell one from the other's numbers."""
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        kernel: DecodeKernel | None = None,
+    ) -> None:
         self._model = model
         self._cache = cache
+        self._kernel = kernel
         self._device = model.device
         # Blocks of each running sequence, by its slot; what lies beyond its own is stale and never read.
-        self._tables = np.zeros((max_num_seqs, -(-max_model_len // cache.block_size)), np.int64)
+        self._tables = np.zeros((max_num_seqs, -(-max_model_len // cache.block_size)), np.int32)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
@@ -71,7 +81,7 @@ class ModelRunner:
         slots = [sequence.slot for sequence in plan.decodes]
         for sequence, count in plan.prefills:
             slots += [sequence.slot] * count
-        rows = self._tables[slots, positions // size] * size + positions % size
+        rows = self._tables[slots, positions // size].astype(np.int64) * size + positions % size
         context_lens = positions[:num_decodes] + 1
         return PagedBatch(
             cache=self._cache,
@@ -80,12 +90,13 @@ class ModelRunner:
             tables=self._upload(self._decode_tables(slots[:num_decodes], context_lens)),
             context_lens=self._upload(context_lens),
             chunks=self._chunks(plan),
+            kernel=self._kernel,
         )
 
     def _decode_tables(self, slots: list[int], context_lens: np.ndarray) -> np.ndarray:
         """Return the block tables of the decoding sequences, cut to the longest, padded with the null block."""
         if not slots:
-            return np.zeros((0, 0), np.int64)
+            return np.zeros((0, 0), np.int32)
         used = -(-context_lens // self._cache.block_size)
         longest = int(used.max())
         return np.where(np.arange(longest) < used[:, None], self._tables[slots, :longest], 0)
@@ -99,8 +110,3 @@ class ModelRunner:
             chunks.append(PromptChunk(start, count, context_len, blocks))
             start += count
         return chunks
-
-
-def sequences_of(plan: StepPlan) -> list[Sequence]:
-    """Return every sequence that takes part in a step."""
-    return plan.decodes + [sequence for sequence, _ in plan.prefills]

@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ftserve.engine import loader
-from ftserve.engine.attention import KVCache, LayerShape
+from ftserve.engine import loader, native, packed
 from ftserve.engine.blocks import BlockPool
 from ftserve.engine.checkpoint import Checkpoint
 from ftserve.engine.config import EngineConfig
 from ftserve.engine.errors import EngineRequestError, InvalidRequestError, RequestTooLongError
+from ftserve.engine.kv_cache import KVCache, LayerShape
 from ftserve.engine.runner import ModelRunner
 from ftserve.engine.sampler import Sampler
 from ftserve.engine.scheduler import Scheduler, SchedulerStatistics, StepPlan
@@ -177,6 +177,8 @@ class TorchStepper(ContinuousBatcher):
         self._device = loader.choose_device(config.device)
         self._dtype = loader.choose_dtype(config.dtype, checkpoint.path, self._device)
         model = loader.load_model(checkpoint.path, device=self._device, dtype=self._dtype)
+        if packed.can_pack(self._device, self._dtype):
+            packed.pack_linears(model)
         shapes = loader.probe_layers(model)
         num_blocks = _count_blocks(shapes, self._dtype, config.kv_cache_gb)
         cache = KVCache(shapes, num_blocks, BLOCK_SIZE, dtype=self._dtype, device=self._device)
@@ -188,7 +190,13 @@ class TorchStepper(ContinuousBatcher):
                 max_num_seqs=config.max_num_seqs,
                 max_prefill_tokens=config.max_num_batched_tokens,
             ),
-            ModelRunner(model, cache, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len),
+            ModelRunner(
+                model,
+                cache,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=max_model_len,
+                kernel=native.load_decode_kernel() if native.supports(self._device, self._dtype, shapes) else None,
+            ),
             Sampler(checkpoint.vocab_size, self._device),
             vocab_size=checkpoint.vocab_size,
             max_model_len=max_model_len,

@@ -8,8 +8,8 @@ import pytest
 from ftserve.engine.sequence import Sequence
 from ftserve.engine.types import GenerationRequest, SamplingParams
 
-# Upper quantiles of the chi-square distribution at 1e-6, by degrees of freedom: a right sampler fails one run in a million,
-# and runs are seeded.
+# Upper quantiles of the chi-square distribution at 1e-6, by degrees of freedom: a right sampler fails one run in a
+# million, and runs are seeded.
 CHI_SQUARE = {2: 27.6, 3: 30.7, 4: 33.4, 5: 35.9, 7: 40.5, 9: 44.8, 11: 49.0}
 
 
@@ -42,7 +42,7 @@ def make_sequence() -> Any:
     return make
 
 
-LOGITS = [0.3, -1.0, 2.0, 0.3, 1.5, -3.0, 0.0, 0.9, -0.5, 1.2]
+LOGITS = [0.31, -1.03, 2.07, 0.29, 1.53, -3.01, 0.02, 0.93, -0.51, 1.21]  # no two equal, nor by a few penalties
 
 
 def expected_distribution(torch: Any, logits: list[float], params: SamplingParams) -> Any:
@@ -105,7 +105,9 @@ def test_draws_of_one_sequence_are_independent(torch: Any, sampler: Any, make_se
 
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 64, 65, 1000, 5000])
-@pytest.mark.parametrize("options", [{"top_p": 0.999}, {"top_k": 40}, {"top_k": 70, "top_p": 0.5}, {"top_k": 10**6}, {}])
+@pytest.mark.parametrize(
+    "options", [{"top_p": 0.999}, {"top_k": 40}, {"top_k": 70, "top_p": 0.5}, {"top_k": 10**6}, {}]
+)
 def test_any_size_of_vocabulary_and_of_its_head(
     torch: Any, make_sequence: Any, vocab_size: int, options: dict[str, Any]
 ) -> None:
@@ -178,10 +180,10 @@ def penalized(logits: list[float], prompt: list[int], output: list[int], p: Samp
     """Return what the penalties make of `logits`, token by token."""
     result = []
     for token, logit in enumerate(logits):
-        if token in prompt or token in output:
-            logit = logit / p.repetition_penalty if logit > 0 else logit * p.repetition_penalty
-        logit -= output.count(token) * p.frequency_penalty + (token in output) * p.presence_penalty
-        result.append(logit)
+        factor = p.repetition_penalty if token in prompt or token in output else 1.0
+        repeated = logit / factor if logit > 0 else logit * factor
+        said = output.count(token)
+        result.append(repeated - said * p.frequency_penalty - (said > 0) * p.presence_penalty)
     return result
 
 
