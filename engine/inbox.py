@@ -33,6 +33,8 @@ try:
 except ImportError:  # pragma: no cover - depends on the build
     AtomicReference = None
 
+HAS_ATOMICS = AtomicReference is not None
+
 T = TypeVar("T")
 
 
@@ -178,4 +180,4 @@ class DequeInbox(Generic[T]):
 
 def make_inbox() -> Inbox[Any]:
     """Return the best inbox that this interpreter has."""
-    return AtomicInbox() if AtomicReference is not None else DequeInbox()
+    return AtomicInbox() if HAS_ATOMICS else DequeInbox()

@@ -8,15 +8,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from ftserve.engine.config import ENGINE_KINDS, EngineConfig
 from ftserve.engine.errors import EngineDeadError, FtserveError
 from ftserve.server.config import DEFAULT_MODEL, ServerConfig, ThreadPlan, Tls, default_threads
 
 ENVIRONMENT_PREFIX = "FTSERVE_"
+
+N = TypeVar("N", int, float)
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
@@ -27,6 +29,8 @@ def run(arguments: Sequence[str]) -> NoReturn:
     )
     for noisy in ("httpx", "httpcore", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    if not config.log_requests:
+        logging.getLogger("ftserve.output").setLevel(logging.WARNING)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch in pool threads; the engine sets its own number
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from ftserve.server.service import Service, check_environment
@@ -66,8 +70,6 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
     parser = _parser()
     parser.set_defaults(**_environment_defaults(parser))
     options = parser.parse_args(arguments)
-    if options.threads < 1:
-        parser.error(f"argument --threads: {options.threads} is not a positive number")
     if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
         parser.error("--ssl-certfile and --ssl-keyfile go together")
     threads = ThreadPlan.split(
@@ -101,15 +103,29 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         shutdown_timeout_s=options.shutdown_timeout,
         stall_timeout_s=options.stall_timeout,
         log_level=options.log_level,
+        log_requests=options.log_requests,
         engine=engine,
     )
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+def _number(kind: Callable[[str], N], low: N, high: N) -> Callable[[str], N]:
+    """Return an argparse type: a number between the bounds, which may be reached."""
+
+    def parse(text: str) -> N:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:  # NaN is in no range
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low} to {high}")
+        return value
+
+    return parse
+
+
+_count = _number(int, 1, 2**31 - 1)
+_amount = _number(float, 0.001, 1e6)  # seconds, gigabytes
+_amount_or_none = _number(float, 0.0, 1e6)
 
 
 def _file(text: str) -> Path:
@@ -133,7 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default=defaults["host"], help="address to listen on")
-    http.add_argument("--port", type=int, default=defaults["port"], help="port to listen on; 0 takes a free one")
+    http.add_argument(
+        "--port", type=_number(int, 0, 65535), default=defaults["port"], help="port to listen on; 0 takes a free one"
+    )
     http.add_argument("--served-model-name", default=None, help="the name that clients use, if not the model's own")
     http.add_argument("--uds", type=Path, default=None, help="Unix socket to listen on, instead of host and port")
     http.add_argument("--ssl-certfile", type=_file, default=None, help="certificate chain, PEM")
@@ -160,34 +178,34 @@ def _parser() -> argparse.ArgumentParser:
     threads = parser.add_argument_group("threads")
     threads.add_argument(
         "--threads",
-        type=int,
-        default=int(os.environ.get("WEB_CONCURRENCY", default_threads())),
+        type=_count,
+        default=os.environ.get("WEB_CONCURRENCY") or default_threads(),
         help="HTTP, preprocessing and output threads together",
     )
     for role in ("http", "preprocess", "output"):
-        threads.add_argument(f"--{role}-threads", type=_positive, default=None, help=f"{role} threads, if not split")
+        threads.add_argument(f"--{role}-threads", type=_count, default=None, help=f"{role} threads, if not split")
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--max-concurrent-requests",
-        type=_positive,
+        type=_count,
         default=defaults["max_concurrent_requests"],
         help="requests inside at once; more get 429",
     )
     limits.add_argument(
         "--request-timeout",
-        type=float,
+        type=_amount,
         default=defaults["request_timeout_s"],
         help="seconds until a request is ended with 408",
     )
     limits.add_argument(
         "--stall-timeout",
-        type=float,
+        type=_amount,
         default=defaults["stall_timeout_s"],
         help="seconds until a client that reads nothing is cut off",
     )
     limits.add_argument(
         "--shutdown-timeout",
-        type=float,
+        type=_amount_or_none,
         default=defaults["shutdown_timeout_s"],
         help="seconds that SIGTERM leaves to open requests",
     )
@@ -197,23 +215,29 @@ def _parser() -> argparse.ArgumentParser:
     inside.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default=engine.dtype, help="weights"
     )
-    inside.add_argument("--max-model-len", type=_positive, default=None, help="tokens of prompt and output together")
+    inside.add_argument("--max-model-len", type=_count, default=None, help="tokens of prompt and output together")
+    inside.add_argument("--max-num-seqs", type=_count, default=engine.max_num_seqs, help="sequences that run at once")
     inside.add_argument(
-        "--max-num-seqs", type=_positive, default=engine.max_num_seqs, help="sequences that run at once"
+        "--max-num-batched-tokens", type=_count, default=engine.max_num_batched_tokens, help="tokens a step"
     )
     inside.add_argument(
-        "--max-num-batched-tokens", type=_positive, default=engine.max_num_batched_tokens, help="tokens a step"
+        "--kv-cache-gb", type=_amount, default=engine.kv_cache_gb, help="memory of the KV cache on the CPU"
     )
+    inside.add_argument("--torch-threads", type=_count, default=None, help="CPU threads of the model's operators")
     inside.add_argument(
-        "--kv-cache-gb", type=float, default=engine.kv_cache_gb, help="memory of the KV cache on the CPU"
+        "--null-step-ms", type=_amount_or_none, default=engine.null_step_ms, help="null engine: time of a step"
     )
-    inside.add_argument("--torch-threads", type=_positive, default=None, help="CPU threads of the model's operators")
-    inside.add_argument("--null-step-ms", type=float, default=engine.null_step_ms, help="null engine: time of a step")
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default=defaults["log_level"],
         help="info has one line a request",
+    )
+    parser.add_argument(
+        "--log-requests",
+        action=argparse.BooleanOptionalAction,
+        default=defaults["log_requests"],
+        help="whether to log one line for each request that has ended",
     )
     return parser
 

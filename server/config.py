@@ -94,6 +94,7 @@ class ServerConfig:
     shutdown_timeout_s: float = 10.0
     stall_timeout_s: float = 30.0  # a client that takes no byte for so long is cut off
     log_level: str = "info"
+    log_requests: bool = True  # one line a finished request, at level info
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 

@@ -16,7 +16,7 @@ def main() -> None:
     if not _gil_is_forced_off():
         # The GIL is off now, but triton, which transformers imports, would turn it on again.
         print("ftserve: restarting with -X gil=0", file=sys.stderr, flush=True)
-        os.execv(sys.executable, [sys.executable, "-X", "gil=0", "-m", "ftserve", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-X", "gil=0", *sys.orig_argv[1:]])
     from ftserve.server.cli import run
 
     run(sys.argv[1:])

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ftserve.engine.inbox import AtomicInbox, AtomicReference, DequeInbox, Inbox, make_inbox
+from ftserve.engine.inbox import HAS_ATOMICS, AtomicInbox, DequeInbox, Inbox, make_inbox
 
 KINDS = [
-    pytest.param(AtomicInbox, marks=pytest.mark.skipif(AtomicReference is None, reason="no ft_utils here")),
+    pytest.param(AtomicInbox, marks=pytest.mark.skipif(not HAS_ATOMICS, reason="no ft_utils here")),
     DequeInbox,
 ]
 Make = Callable[[], Inbox[Any]]
@@ -117,6 +117,6 @@ def test_a_parked_consumer_spends_no_cpu(make: Make) -> None:
     assert spent[0] < 0.1
 
 
-@pytest.mark.skipif(AtomicReference is None, reason="no ft_utils here")
+@pytest.mark.skipif(not HAS_ATOMICS, reason="no ft_utils here")
 def test_the_lock_free_inbox_is_the_default() -> None:
     assert make_inbox().statistics().is_lock_free

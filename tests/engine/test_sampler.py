@@ -93,7 +93,7 @@ def test_draws_follow_the_formulas(torch: Any, sampler: Any, make_sequence: Any,
 
 def test_draws_of_one_sequence_are_independent(torch: Any, sampler: Any, make_sequence: Any) -> None:
     sequence = make_sequence()
-    pairs = Counter()
+    pairs: Counter[tuple[Any, Any]] = Counter()
     previous = None
     for _ in range(4000):
         token = sampler.sample(torch.tensor([[0.0, 0.0]]), [sequence])[0]
@@ -118,13 +118,21 @@ def test_any_size_of_vocabulary_and_of_its_head(
     largest = logits.argsort(descending=True, dim=-1)
     sequences = [make_sequence(**options) for _ in range(5)]
     for row, token in enumerate(sampler.sample(logits, sequences)):
+        assert token is not None
         assert 0 <= token < vocab_size
         if options.get("top_k"):
             assert token in largest[row, : options["top_k"]].tolist()
 
 
 def test_rows_are_independent_of_their_neighbours(torch: Any, sampler: Any, make_sequence: Any) -> None:
-    variants = [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"logit_bias": ((5, 9.0),)}]
+    variants: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 3},
+        {"top_p": 0.6},
+        {"min_p": 0.3},
+        {"logit_bias": ((5, 9.0),)},
+    ]
     logits = torch.randn(60, 10, generator=torch.Generator().manual_seed(1))
     options = [variants[i % len(variants)] | {"seed": i} for i in range(60)]
     together = sampler.sample(logits.clone(), [make_sequence(**o) for o in options])

@@ -162,7 +162,10 @@ def test_random_loads_end_and_leak_nothing(
     arrivals: list[Any], blocks: int, seqs: int, chunk: int, prefix_cache: bool
 ) -> None:
     scheduler = make_scheduler(blocks=blocks, seqs=seqs, chunk=chunk, prefix_cache=prefix_cache)
-    waiting_to_come, live, cancel_at, ended = list(enumerate(arrivals)), set(), {}, []
+    waiting_to_come = list(enumerate(arrivals))
+    live: set[Any] = set()
+    cancel_at: dict[Any, int] = {}
+    ended: list[Any] = []
     clock, due = 0, 0
     while waiting_to_come or live:
         while waiting_to_come and due + waiting_to_come[0][1][0] <= clock:

@@ -46,7 +46,11 @@ def test_closing_abandons_what_waits_and_finishes_what_runs() -> None:
         assert release.wait(30)
         done.append(job)
 
-    pool = PreprocessPool(1, lambda number: work, lambda job: (abandoned.append(job), release.set()))
+    def abandon(job: int) -> None:
+        abandoned.append(job)
+        release.set()
+
+    pool = PreprocessPool(1, lambda number: work, abandon)
     pool.start()
     for job in range(3):
         pool.put(job)

@@ -58,6 +58,12 @@ def detokenize(vocabulary: Vocabulary, groups: Sequence[Sequence[int]]) -> str:
     return "".join([detokenizer.push(group) for group in groups]) + detokenizer.flush()
 
 
+def token_id(vocabulary: Vocabulary, token: str) -> int:
+    found: int | None = vocabulary.tokenizer.token_to_id(token)
+    assert found is not None
+    return found
+
+
 def grouped(ids: Sequence[int], seed: int) -> list[list[int]]:
     rng, groups, at = random.Random(seed), [], 0
     while at < len(ids):
@@ -97,12 +103,12 @@ def test_byte_fallback_text_equals_the_decoders(parts: list[str | int], seed: in
 
 
 def test_byte_fallback_recovers_from_bytes_that_are_no_text() -> None:
-    answer = BYTE_FALLBACK.tokenizer.token_to_id("answer")
+    answer = token_id(BYTE_FALLBACK, "answer")
     assert detokenize(BYTE_FALLBACK, [[0xF0 + 1], [0x9F + 1], [answer], [0xFF + 1], [answer]]) == "��answer�answer"
 
 
 def test_space_after_a_dot_is_kept() -> None:  # case 7
-    ids = [BYTE_FALLBACK.tokenizer.token_to_id(token) for token in ("answer", ".", "▁It")]
+    ids = [token_id(BYTE_FALLBACK, token) for token in ("answer", ".", "▁It")]
     assert detokenize(BYTE_FALLBACK, [[token] for token in ids]) == "answer. It"
 
 
@@ -112,7 +118,7 @@ def test_opaque_text_equals_the_decoders(ids: list[int], seed: int) -> None:
 
 
 def test_special_tokens_are_no_text_and_other_added_tokens_are() -> None:
-    end, tool = (BYTE_LEVEL.tokenizer.token_to_id(token) for token in ("<|end|>", "<tool>"))
+    end, tool = (token_id(BYTE_LEVEL, token) for token in ("<|end|>", "<tool>"))
     assert detokenize(BYTE_LEVEL, [[tool], [end]]) == "<tool>"
 
 

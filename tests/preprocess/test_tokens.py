@@ -47,7 +47,8 @@ def test_long_texts_take_the_detached_path_with_the_same_ids(tokenizer_json: Pat
 def test_each_threads_encoder_gives_the_same_ids_under_load(tokenizer_json: Path) -> None:
     texts = [random_text(random.Random(seed)) for seed in range(50)]
     expected = [make_encoder(tokenizer_json, use_fastokens=False)(text, False) for text in texts]
-    barrier, wrong = threading.Barrier(4), []
+    barrier = threading.Barrier(4)
+    wrong: list[str] = []
 
     def encode_all() -> None:
         encode = make_encoder(tokenizer_json, use_fastokens=True)

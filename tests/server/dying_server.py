@@ -40,5 +40,5 @@ def fail_to_load(_service: Service) -> DyingStepper:
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     make = fail_to_load if LOADING in arguments else make_dying_stepper
-    Service._make_stepper = make  # type: ignore[method-assign]
+    Service._make_stepper = make  # type: ignore[method-assign, assignment]
     run([argument for argument in arguments if argument != LOADING])

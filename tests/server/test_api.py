@@ -18,7 +18,7 @@ SCRIPT_TOKENS = 150  # more than NULL_TEXT has, so the text starts again; charac
 
 
 def body_for(path: str, **fields: object) -> dict[str, object]:
-    return chat_body(**fields) if "chat" in path else completion_body(**fields)
+    return chat_body(**fields) if "chat" in path else completion_body(**fields)  # type: ignore[arg-type]
 
 
 def post(server: RunningServer, path: str, **fields: object) -> dict[str, Any]:
@@ -40,7 +40,9 @@ def stream(server: RunningServer, path: str, **fields: object) -> list[dict[str,
 
 def text_of(choice: dict[str, Any]) -> str:
     """Return the text of a choice of either endpoint, whole or a chunk's."""
-    text: str = choice["text"] if "text" in choice else choice.get("message", choice.get("delta")).get("content", "")
+    text: str = (
+        choice["text"] if "text" in choice else choice.get("message", choice.get("delta", {})).get("content", "")
+    )
     return text
 
 

@@ -54,7 +54,7 @@ def test_keys_open_every_path_but_the_probes(start_server: Start) -> None:
     assert server.get("/v1/models").status_code == 401
     assert server.complete().json()["error"]["type"] == "authentication_error"
     for key, status in (("first", 200), ("second", 200), ("firs", 401), ("é", 401)):
-        headers = {"authorization": f"Bearer {key}".encode()}
+        headers = {b"authorization": f"Bearer {key}".encode()}
         answer = server.http.post("/v1/completions", json=completion_body(), headers=headers)
         assert answer.status_code == status
     assert {server.get(path).status_code for path in ("/health", "/ready", "/ping")} == {200}

@@ -84,13 +84,13 @@ class Run:
         vocabulary = VOCABULARIES[kind]
         form = (ChatFormat if chat else CompletionFormat)("r1", "m", include_usage=usage)
         self.reply = Reply(
-            self.exchange,
-            self.engine,
+            self.exchange,  # type: ignore[arg-type]  # it has what a reply asks for
+            self.engine,  # type: ignore[arg-type]  # as above
             form,
             vocabulary,
             is_streamed=stream,
             include_usage=usage,
-            max_bytes=1 << 30,  # type: ignore[arg-type]
+            max_bytes=1 << 30,
         )
         sampling = SamplingParams(max_tokens=1000, stop=stop)
         self.requests = [

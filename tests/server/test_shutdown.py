@@ -160,7 +160,7 @@ def test_stopping_under_load_answers_or_refuses_each_request(start_server: Start
     server = start_server("--shutdown-timeout", "5", "--null-step-ms", "2")
 
     async def ask_until_closed() -> list[Answer]:
-        answers = []
+        answers: list[Answer] = []
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):  # closed between two answers
             async with await Connection.open(server.port) as connection:
                 while True:

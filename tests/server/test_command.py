@@ -103,7 +103,7 @@ def test_a_bad_option_exits_with_2_and_is_named(option: tuple[str, ...]) -> None
      ("FTSERVE_MAX_NUM_SEQS", "0")],
 )  # fmt: skip
 def test_a_bad_value_in_the_environment_exits_with_2(name: str, value: str) -> None:
-    assert repr(value) in error_of(run(**{name: value}), 2)
+    assert repr(value) in error_of(run(**{name: value}), 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
