@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    for noisy in ("httpx", "httpcore", "filelock"):
+    for noisy in ("_granian", "filelock", "httpcore", "httpx"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if not config.log_requests:
         logging.getLogger("ftserve.output").setLevel(logging.WARNING)

@@ -48,8 +48,9 @@ def is_draining(server: RunningServer) -> bool:
     return server.get("/ready").status_code == 503
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("scheduler", ["direct", "asyncio"])
+@pytest.mark.parametrize(
+    ("scheduler", "number"), [("direct", signal.SIGTERM), ("direct", signal.SIGINT), ("asyncio", signal.SIGTERM)]
+)
 def test_streams_that_are_open_at_the_deadline_end_with_an_error(
     start_server: Start, scheduler: str, number: signal.Signals
 ) -> None:
