@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import platform
 import threading
@@ -96,6 +97,7 @@ class Service:
                 return
         self._garbage.settle()
         log.info("%s", self._start_line())
+        log.info("%s", self._curl_line())
 
     def run(self, stop: threading.Event) -> None:
         """Do the main thread's upkeep until `stop` is set.
@@ -170,6 +172,12 @@ class Service:
             self._garbage.pauses,
             ftserve.__version__,
         )
+
+    def _curl_line(self) -> str:
+        """Return a command to try."""
+        where = f"--unix-socket {self.config.uds} http://localhost" if self.config.uds else self.url
+        body = json.dumps({"model": self.model.name, "prompt": "Once upon a time", "max_tokens": 40})
+        return f"try: curl {where}/v1/completions -H 'content-type: application/json' -d '{body}'"
 
     def _start_line(self) -> str:
         threads, about = self.config.threads, self.engine.loop.description
