@@ -3,6 +3,7 @@
     FtserveError                    message is ours and safe to show to a client
     ├── InvalidRequestError         the client's fault; names the field
     ├── RequestTooLongError         prompt (or prompt + max_tokens) exceeds the model's length
+    ├── MediaError                  an image, clip or sound cannot be fetched or decoded; names the part
     ├── ModelNotFoundError          no such model here
     ├── OverloadedError             a bounded queue is full; carries retry_after_s
     ├── DeadlineExceededError       the request's deadline passed
@@ -40,6 +41,14 @@ class RequestTooLongError(InvalidRequestError):
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class MediaError(FtserveError):
+    """A part of the request that is not text cannot be fetched or decoded."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ModelNotFoundError(FtserveError):

@@ -11,6 +11,11 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class FinishReason(enum.Enum):
@@ -98,6 +103,33 @@ class TokenEvent:
     stop_token_id: int | None = None  # the token in `token_ids[-1]` that ended it; it is not part of the text
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache saved; set on the first event
     error: Exception | None = None  # with FinishReason.ERROR; an FtserveError when it may be shown
+
+
+class Modality(enum.Enum):
+    """What a media item was before it became patches."""
+
+    IMAGE = "image"
+    VIDEO = "video"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class MediaItem:
+    """One image or clip as a vision tower of the Qwen-VL family takes it, but for normalization, which is the device's.
+
+    One object is shared by the cache and by every request that shows it, on any thread; nobody writes to `patches`.
+    """
+
+    modality: Modality
+    patches: NDArray[np.uint8]  # [t * h * w, channels * frames * size * size], rows in the order of merging
+    grid: tuple[int, int, int]  # (t, h, w) in patches, as in `image_grid_thw`
+    num_tokens: int  # placeholders in the prompt: t * h * w / merge_size²
+    digest: bytes  # equal only for equal patches and equal salt: the identity in the caches
+    second_per_grid: float | None = None  # video: seconds of the clip per step of t
+    timestamps_s: tuple[float, ...] = ()  # video: where in the clip each step of t lies, for models that spell it out
+
+    @property
+    def nbytes(self) -> int:
+        return self.patches.nbytes
 
 
 @dataclass(frozen=True, slots=True)
