@@ -114,23 +114,6 @@ FILE_MODES = [
     *("1", "L", "P", "RGB", "RGB-webp", "RGB-gif", "RGB-avif", "RGB-bmp", "L-jpeg", "RGB-jpeg", "CMYK-jpeg"),
     *("CMYK", "YCbCr", "I", "F", "I;16"),
 ]
-    "1",
-    "L",
-    "P",
-    "RGB",
-    "RGB-webp",
-    "RGB-gif",
-    "RGB-avif",
-    "RGB-bmp",
-    "L-jpeg",
-    "RGB-jpeg",
-    "CMYK-jpeg",
-    "CMYK",
-    "YCbCr",
-    "I",
-    "F",
-    "I;16",
-]
 
 
 def test_the_list_of_modes_is_whole() -> None:

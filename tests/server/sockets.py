@@ -74,15 +74,19 @@ class Connection:
         size = int(await asyncio.wait_for(self._reader.readuntil(b"\r\n"), TIMEOUT_S), 16)
         return (await asyncio.wait_for(self._reader.readexactly(size + 2), TIMEOUT_S))[:-2]
 
-    async def read_answer(self) -> Answer:
-        status, headers = await self.read_head()
-        if "content-length" in headers:
-            length = int(headers["content-length"])
-            return Answer(status, headers, await asyncio.wait_for(self._reader.readexactly(length), TIMEOUT_S))
+    async def read_stream(self) -> bytes:
+        """Return the rest of a streamed body."""
         chunks = []
         while chunk := await self.read_chunk():
             chunks.append(chunk)
-        return Answer(status, headers, b"".join(chunks))
+        return b"".join(chunks)
+
+    async def read_answer(self) -> Answer:
+        status, headers = await self.read_head()
+        if "content-length" not in headers:
+            return Answer(status, headers, await self.read_stream())
+        length = int(headers["content-length"])
+        return Answer(status, headers, await asyncio.wait_for(self._reader.readexactly(length), TIMEOUT_S))
 
     async def ask(self, path: str, body: object) -> Answer:
         await self.send(post(path, body))

@@ -34,20 +34,18 @@ def test_all_who_wait_are_told_at_once(mortal_server: RunningServer) -> None:
     """Running and queued, streamed and not; those of whom nothing was sent get a 503."""
 
     async def wait_and_kill() -> list[Answer]:
-        connections = [await Connection.open(mortal_server.port) for _ in range(16)]
-        for k, connection in enumerate(connections):
+        first, *others = [await Connection.open(mortal_server.port) for _ in range(16)]
+        await first.send(post(CHAT, chat_body(max_tokens=8000, stream=True)))
+        head = await first.read_head()
+        for k, connection in enumerate(others):
             await connection.send(post(CHAT, chat_body(max_tokens=8000, stream=k % 2 == 0)))
-        status, _ = await connections[0].read_head()
-        assert status == 200
         await asyncio.to_thread(kill_engine, mortal_server)
         async with asyncio.timeout(5):
-            answers = [await connection.read_answer() for connection in connections[1:]]
-        body = b""
-        while chunk := await connections[0].read_chunk():
-            body += chunk
-        for connection in connections:
+            answers = [Answer(*head, await first.read_stream())]
+            answers += [await connection.read_answer() for connection in others]
+        for connection in (first, *others):
             await connection.close()
-        return [Answer(200, {}, body), *answers]
+        return answers
 
     for answer in asyncio.run(wait_and_kill()):
         if answer.status == 200:

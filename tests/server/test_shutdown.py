@@ -36,10 +36,7 @@ async def read_ends(connections: list[Connection]) -> list[list[str]]:
     """Return the last two events of each stream, read to its regular end."""
     ends = []
     for connection in connections:
-        body = b""
-        while chunk := await connection.read_chunk():
-            body += chunk
-        ends.append(Answer(200, {}, body).events()[-2:])
+        ends.append(Answer(200, {}, await connection.read_stream()).events()[-2:])
         await connection.close()
     return ends
 
