@@ -1,0 +1,179 @@
+"""What the engine does with the CPU: milliseconds a decode step, tokens per second, and what scheduling costs.
+
+    PYTHON_GIL=0 .venv/bin/python -m benchmarks.bench_engine [--quick] [--model DIR] [--threads N]
+
+Drives a stepper directly, without the front end. Beside it, in the same run: the bare products of the model's weights
+at the same batch, which no decode step can be faster than, and `transformers.generate` with a static batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.load import MODEL, prose
+from ftserve.engine.blocks import BlockPool
+from ftserve.engine.checkpoint import Checkpoint, resolve
+from ftserve.engine.config import EngineConfig
+from ftserve.engine.sampler import Sampler
+from ftserve.engine.scheduler import Scheduler, StepPlan
+from ftserve.engine.torch_stepper import ContinuousBatcher, TorchStepper
+from ftserve.engine.types import GenerationRequest, SamplingParams
+from ftserve.preprocess.tokens import make_encoder
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One decode measurement at one batch size."""
+
+    batch: int
+    step_ms: float
+    tokens_per_s: float
+
+
+def request(prompt: Sequence[int], max_tokens: int) -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerationRequest(request_id="bench", index=0, prompt_ids=prompt, sampling=sampling, lane=0, route=None)
+
+
+def prompts(checkpoint: Checkpoint, count: int, words: int, seed: int) -> list[array[int]]:
+    encode = make_encoder(checkpoint.tokenizer_json, use_fastokens=True)
+    return [encode(text, False) for text in prose(random.Random(seed), words, count)]
+
+
+def decode(stepper: ContinuousBatcher, batch: list[array[int]], steps: int) -> Decode:
+    """Prefill a batch, then time the steps in which every sequence gets one token."""
+    for prompt in batch:
+        stepper.add(request(prompt, steps + 1))
+    while stepper.num_waiting() or len(stepper.step()) < len(batch):
+        pass
+    times = []
+    while stepper.num_running():
+        began = time.perf_counter()
+        stepper.step()
+        times.append(time.perf_counter() - began)
+    step = statistics.median(times)
+    return Decode(len(batch), 1e3 * step, len(batch) / step)
+
+
+def prefill_rate(stepper: ContinuousBatcher, batch: list[array[int]]) -> float:
+    """Return prompt tokens per second, one token generated for each prompt."""
+    for prompt in batch:
+        stepper.add(request(prompt, 1))
+    began = time.perf_counter()
+    while stepper.num_running() or stepper.num_waiting():
+        stepper.step()
+    return sum(map(len, batch)) / (time.perf_counter() - began)
+
+
+def products_ms(checkpoint: Checkpoint, batch: int) -> float:
+    """Return milliseconds of one pass over every weight matrix, bfloat16, for `batch` rows."""
+    from safetensors.torch import load_file
+
+    files = sorted(checkpoint.path.glob("*.safetensors"))
+    weights = [w.bfloat16() for f in files for w in load_file(f).values() if w.dim() == 2]
+    inputs = {w.shape[1]: torch.randn(batch, w.shape[1], dtype=torch.bfloat16) for w in weights}
+
+    def run() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+
+    with torch.inference_mode():
+        return 1e3 * median_seconds(run, 7)
+
+
+def median_seconds(function: Callable[[], object], rounds: int) -> float:
+    function()
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def transformers_rate(checkpoint: Checkpoint, batch: list[array[int]], new_tokens: int) -> float:
+    """Return generated tokens per second of `transformers.generate`, prompts cut to one length, prefill included."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.bfloat16).eval()
+    length = min(map(len, batch))
+    ids = torch.tensor([prompt[:length].tolist() for prompt in batch])
+    began = time.perf_counter()
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), min_new_tokens=new_tokens, max_new_tokens=new_tokens, do_sample=False
+    )
+    return len(batch) * new_tokens / (time.perf_counter() - began)
+
+
+class NoModel:
+    """A runner that computes nothing: what is left is the engine's own work."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._logits = torch.randn(256, vocab_size)
+
+    def run(self, plan: StepPlan) -> torch.Tensor:
+        return self._logits[: len(plan.sampled())].clone()
+
+    def clear(self, blocks: list[int]) -> None:
+        """Nothing to clear."""
+
+
+def own_work_us(batch: int, steps: int) -> float:
+    """Return microseconds a decode step of scheduling, sampling (of a small vocabulary) and making events."""
+    vocab_size, length = 1000, 4096
+    stepper = ContinuousBatcher(
+        Scheduler(BlockPool(batch * 40, 16), max_num_seqs=batch, max_prefill_tokens=8192),
+        NoModel(vocab_size),
+        Sampler(vocab_size, torch.device("cpu")),
+        vocab_size=vocab_size,
+        max_model_len=length,
+        eos_token_ids=frozenset(),
+    )
+    return 1e3 * decode(stepper, [array("I", range(1, 200))] * batch, steps).step_ms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--quick", action="store_true", help="fewer steps, without transformers.generate")
+    options = parser.parse_args()
+    steps = 16 if options.quick else 128
+    torch.set_num_threads(options.threads)
+    checkpoint = Checkpoint.read(resolve(options.model))
+    stepper = TorchStepper(EngineConfig(torch_threads=options.threads), checkpoint)
+    print(f"{checkpoint.name}, Python {sys.version.split()[0]}, torch {torch.__version__}, {options.threads} threads\n")
+    for batch in (1, 8, 32):
+        result = decode(stepper, prompts(checkpoint, batch, 150, batch), steps)
+        floor = products_ms(checkpoint, batch)
+        print(
+            f"decode, {batch:3} sequences after 150-word prompts: {result.step_ms:6.1f} ms a step, "
+            f"{result.tokens_per_s:6.0f} tok/s; products alone {floor:5.1f} ms, ratio {result.step_ms / floor:.2f}"
+        )
+    print(f"prefill: {prefill_rate(stepper, prompts(checkpoint, 16, 300, 99)):.0f} tok/s")
+    for batch in (32, 256):
+        print(f"scheduling, sampling and events of {batch:3} sequences: {own_work_us(batch, steps):6.0f} us a step")
+    if not options.quick:
+        batch32 = prompts(checkpoint, 32, 150, 32)
+        began, made = time.perf_counter(), 32 * 128
+        for prompt in batch32:
+            stepper.add(request(prompt, 128))
+        while stepper.num_running() or stepper.num_waiting():
+            stepper.step()
+        print(f"32 x 128 tokens with prefill: {made / (time.perf_counter() - began):.0f} tok/s")
+        print(f"the same by transformers.generate: {transformers_rate(checkpoint, batch32, 128):.0f} tok/s")
+
+
+if __name__ == "__main__":
+    main()
