@@ -9,7 +9,6 @@ at the same batch, which no decode step can be faster than, and `transformers.ge
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import sys
@@ -27,7 +26,7 @@ from ftserve.engine.checkpoint import Checkpoint, resolve
 from ftserve.engine.config import EngineConfig
 from ftserve.engine.sampler import Sampler
 from ftserve.engine.scheduler import Scheduler, StepPlan
-from ftserve.engine.torch_stepper import ContinuousBatcher, TorchStepper
+from ftserve.engine.torch_stepper import ContinuousBatcher, TorchStepper, default_threads
 from ftserve.engine.types import GenerationRequest, SamplingParams
 from ftserve.preprocess.tokens import make_encoder
 
@@ -55,7 +54,7 @@ def decode(stepper: ContinuousBatcher, batch: list[array[int]], steps: int) -> D
     """Prefill a batch, then time the steps in which every sequence gets one token."""
     for prompt in batch:
         stepper.add(request(prompt, steps + 1))
-    while stepper.num_waiting() or len(stepper.step()) < len(batch):
+    while len(stepper.step()) < len(batch):  # until all of them decode
         pass
     times = []
     while stepper.num_running():
@@ -146,7 +145,7 @@ def own_work_us(batch: int, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--quick", action="store_true", help="fewer steps, without transformers.generate")
     options = parser.parse_args()
     steps = 16 if options.quick else 128

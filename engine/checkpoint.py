@@ -36,7 +36,10 @@ def resolve(model: str) -> Path:
             return builtin.prepare(model)
         except builtin.BuiltinModelError as exc:
             raise CheckpointError(str(exc)) from exc
-    directory = Path(model).expanduser()
+    try:
+        directory = Path(model).expanduser()
+    except RuntimeError as exc:  # ~name of nobody
+        raise CheckpointError(f"model {model!r}: no such directory") from exc
     if directory.is_dir():
         return directory
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:

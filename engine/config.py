@@ -20,7 +20,7 @@ class EngineConfig:
     max_num_seqs: int = 64  # sequences that run at once
     max_num_batched_tokens: int = 512  # prefill tokens a step
     kv_cache_gb: float = 2.0  # share of RAM for the KV cache on the CPU
-    torch_threads: int | None = None  # CPU threads of the device's own operators; None: all that we may use
+    torch_threads: int | None = None  # CPU threads of the model's operators; None: the CPUs that we may use, less one
     null_step_ms: float = 0.0  # null engine: pause between steps
 
     def resolve(self, *, model_max_len: int) -> EngineConfig:

@@ -74,31 +74,51 @@ def prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedMod
 
 
 def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
-    """Run one token through the model and return what each attention layer wants to store.
+    """Return what each attention layer stores of a token, by running the model with attention that sees nothing.
 
     Raises:
         UnsupportedModelError: some layer keeps a state that is not keys and values in the attention interface.
     """
     found: dict[int, LayerShape] = {}
+    reached: set[int] = set()
 
     def record(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        found[int(module.layer_idx)] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])  # type: ignore[arg-type]
-        return query.new_zeros(1, 1, query.shape[1], value.shape[-1]), None
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        found[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        if "paged" in options:
+            reached.add(layer)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(_PROBE, record)
     model.set_attn_implementation(_PROBE)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     try:
-        with torch.inference_mode():
-            model(input_ids=token, position_ids=token, use_cache=False)
+        one, other = (_logits_after(model, earlier) for earlier in (2, 3))
     finally:
         model.set_attn_implementation(attention.IMPLEMENTATION)
+    name = type(model).__name__
     layers = model.config.get_text_config().num_hidden_layers
     if sorted(found) != list(range(layers)):
         raise UnsupportedModelError(
-            f"{type(model).__name__}: {len(found)} of {layers} layers use transformers' attention interface; "
-            "models with layers of another kind (state space, linear attention, own attention code) are not served"
+            f"{name}: {len(found)} of {layers} layers use transformers' attention interface; models with layers of "
+            "another kind (state space, linear attention, own attention code) are not served"
+        )
+    if len(reached) != layers:
+        raise UnsupportedModelError(f"{name} does not hand keywords on to its attention interface")
+    # Rounding may differ, because experts get other rows; a state makes far more of a difference.
+    if float((one - other).abs().max()) > 8 * torch.finfo(one.dtype).eps * float(one.abs().max()):
+        raise UnsupportedModelError(
+            f"{name}: tokens see each other by other means than transformers' attention interface"
         )
     return [found[layer] for layer in range(layers)]
+
+
+@torch.inference_mode()
+def _logits_after(model: PreTrainedModel, earlier: int) -> Tensor:
+    """Return the logits of token 1 after two others that begin with `earlier`."""
+    ids = torch.tensor([[earlier, earlier + 1, 1]], device=model.device)
+    positions = torch.tensor([[0, 1, 2]], device=model.device)
+    output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, paged=None)
+    logits: Tensor = output.logits
+    return logits

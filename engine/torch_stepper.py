@@ -173,7 +173,7 @@ class TorchStepper(ContinuousBatcher):
             UnsupportedModelError: the engine cannot run this model.
             ValueError: the configuration does not fit it.
         """
-        torch.set_num_threads(config.torch_threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(config.torch_threads or default_threads())
         self._device = loader.choose_device(config.device)
         self._dtype = loader.choose_dtype(config.dtype, checkpoint.path, self._device)
         model = loader.load_model(checkpoint.path, device=self._device, dtype=self._dtype)
@@ -205,6 +205,15 @@ class TorchStepper(ContinuousBatcher):
 
     def describe(self) -> dict[str, str]:
         return super().describe() | {"device": str(self._device), "dtype": str(self._dtype).removeprefix("torch.")}
+
+
+def default_threads() -> int:
+    """Return how many threads the model's operators use: the CPUs that we may use, but one for the front end.
+
+    OpenMP threads wait for each other hundreds of times a step. One that shares its core with other work makes all
+    wait: on two cores with another busy process, a step took 37 ms with one thread and over 300 ms with two.
+    """
+    return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def _count_blocks(shapes: list[LayerShape], dtype: torch.dtype, gigabytes: float) -> int:

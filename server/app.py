@@ -117,7 +117,7 @@ class App:
         if content_type is not None and "json" not in content_type.lower():
             raise HttpError(415, "The body must be JSON; send 'content-type: application/json'.")
         length = exchange.headers.get("content-length")
-        if length is None:  # granian would collect it without a bound
+        if length is None or exchange.headers.get("transfer-encoding") is not None:  # that one wins, and has no bound
             raise HttpError(411, "Send the body with a content-length.")
         if int(length) > self._max_body_bytes:
             raise HttpError(413, f"The body is larger than {self._max_body_bytes} bytes.")

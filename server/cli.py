@@ -223,7 +223,12 @@ def _parser() -> argparse.ArgumentParser:
     inside.add_argument(
         "--kv-cache-gb", type=_amount, default=engine.kv_cache_gb, help="memory of the KV cache on the CPU"
     )
-    inside.add_argument("--torch-threads", type=_count, default=None, help="CPU threads of the model's operators")
+    inside.add_argument(
+        "--torch-threads",
+        type=_count,
+        default=None,
+        help="CPU threads of the model's operators; if not given, all but one",
+    )
     inside.add_argument(
         "--null-step-ms", type=_amount_or_none, default=engine.null_step_ms, help="null engine: time of a step"
     )

@@ -27,7 +27,7 @@ class Tiny:
         torch.manual_seed(seed)
         config.initializer_range = 0.2  # far enough from uniform that greedy choices are no ties
         self.reference = AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa", dtype=torch.float32
+            config, attn_implementation="eager", dtype=torch.float32
         ).eval()
         ours = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation="ftserve", dtype=torch.float32
@@ -101,6 +101,12 @@ def torch() -> ModuleType:
 
     torch.set_num_threads(1)
     return torch
+
+
+@pytest.fixture(scope="session")
+def make_tiny(torch: ModuleType) -> Callable[[Any], Tiny]:
+    """Make a tiny model out of a configuration of transformers."""
+    return Tiny
 
 
 @pytest.fixture(scope="session")

@@ -244,6 +244,17 @@ def test_a_body_beyond_the_limit_is_413_before_it_is_sent(null_server: RunningSe
     assert asyncio.run(announce()) == 413
 
 
+def test_chunks_do_not_slip_past_the_limit_under_a_content_length(null_server: RunningServer) -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    async def send_both() -> int:
+        async with await Connection.open(null_server.port) as connection:
+            await connection.send(head.encode() + b"5\r\nhello\r\n")
+            return (await connection.read_answer()).status
+
+    assert asyncio.run(send_both()) == 411
+
+
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
