@@ -24,7 +24,7 @@ lint: env  ## check style and formatting
 types: env  ## check types
 	$(NOX) types
 
-bench: env  ## run the benchmarks
+bench: env  ## run the benchmark of the front end
 	$(NOX) bench
 
 clean-env:  ## remove .venv and .venv-gil
