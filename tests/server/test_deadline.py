@@ -37,7 +37,7 @@ def test_a_stream_that_is_not_finished_ends_with_an_error_event(hasty_server: Ru
     assert response.status_code == 200
     *chunks, error, end, rest = response.text.split("\n\n")
     assert (end, rest) == ("data: [DONE]", "")
-    assert len(chunks) > 5
+    assert len(chunks) >= 2  # the role, and some text
     assert all(json.loads(chunk.removeprefix("data: "))["choices"] for chunk in chunks)
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
     wait_until(hasty_server.is_idle, "its slot is free")
