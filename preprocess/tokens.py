@@ -55,7 +55,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 def fastokens_is_exact(path: Path, tokenizer: Tokenizer) -> bool:
     """Whether fastokens reads this tokenizer and agrees with `tokenizers` on every probe."""
     try:
-        fast = _fastokens(path)
+        fast = make_encoder(path, use_fastokens=True)
     except ImportError:
         return False
     except (KeyboardInterrupt, SystemExit):
@@ -74,7 +74,25 @@ def fastokens_is_exact(path: Path, tokenizer: Tokenizer) -> bool:
 
 def make_encoder(path: Path, *, use_fastokens: bool) -> Encode:
     """Return an encoder for the calling thread alone."""
-    return _fastokens(path) if use_fastokens else _exact(load_tokenizer(path))
+    if not use_fastokens:
+        return _exact(load_tokenizer(path))
+    fast = _fastokens(path)
+
+    def encode(text: str, add_special_tokens: bool) -> array[int]:
+        try:
+            return fast(text, add_special_tokens)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # noqa: BLE001 - it raises, or panics, on a byte that the vocabulary lacks, such as 0x16
+            return _last_resort(path)(text, add_special_tokens)
+
+    return encode
+
+
+@functools.lru_cache(maxsize=1)
+def _last_resort(path: Path) -> Encode:
+    """Return the encoder that all threads share for what fastokens fails on; `tokenizers` drops such bytes."""
+    return _exact(load_tokenizer(path))
 
 
 def _fastokens(path: Path) -> Encode:

@@ -190,6 +190,13 @@ def test_a_prompt_and_answer_longer_than_the_model_are_400_with_openais_code(nul
     assert refusal(null_server.chat("word " * 9000))["param"] == "messages"
 
 
+@pytest.mark.parametrize("char", [*map(chr, range(32)), "\x7f", "\x85", "\ufeff", "\ufffd", "\U0010ffff"], ids=ascii)
+def test_each_character_can_be_part_of_a_prompt(null_server: RunningServer, char: str) -> None:
+    """Some control characters have no token in this vocabulary."""
+    assert null_server.complete(f"a{char}b").status_code == 200
+    assert null_server.chat(char).status_code == 200
+
+
 class HealthWatch:
     """Asks /health without a pause, over a connection of its own, until the block ends; keeps the seconds it took."""
 
