@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,37 +22,29 @@ class Adjustments:
         self._device = device
         self._bias: tuple[Tensor, Tensor, Tensor] | None = None  # rows, token ids, values
         self._short: list[tuple[int, Sequence]] = []  # rows whose sequence may not end yet
+        self._said: dict[int, Said] = {}  # of the penalized sequences of the batch, by their arrival
         self._penalties: Penalties | None = None
-        self._tables = PenaltyTables(vocab_size, device)
 
     def describe(self, sequences: list[Sequence]) -> None:
         """Take the sequences of the next steps, in the order of the logits' rows."""
         self._bias = self._make_bias(sequences)
         self._short = [(row, s) for row, s in enumerate(sequences) if s.must_go_on]
         penalized = [(row, s) for row, s in enumerate(sequences) if _is_penalized(s.request.sampling)]
-        self._tables.keep([s for _, s in penalized])
-        self._penalties = Penalties(penalized, self._tables, self._device) if penalized else None
+        self._said = {s.arrival: self._said.get(s.arrival) or Said(s) for _, s in penalized}
+        said = list(self._said.values())
+        self._penalties = Penalties([row for row, _ in penalized], said, self._device) if penalized else None
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return adjusted `logits` [S, vocabulary], float32 if there was anything to do; may overwrite them."""
-        if self._short:
-            self._short = [(row, s) for row, s in self._short if s.must_go_on]
-        if self._bias is None and not self._short and self._penalties is None:
-            return logits
-        logits = logits.float()
+    def apply(self, logits: Tensor) -> None:
+        """Adjust float32 `logits` [S, vocabulary] in place."""
         if self._bias is not None:
             rows, ids, values = self._bias
             logits.index_put_((rows, ids), values, accumulate=True)
-        for row, sequence in self._short:
-            logits[row, list(sequence.stop_ids)] = float("-inf")
+        if self._short:
+            self._short = [(row, s) for row, s in self._short if s.must_go_on]
+            for row, sequence in self._short:
+                logits[row, list(sequence.stop_ids)] = float("-inf")
         if self._penalties is not None:
             self._penalties.apply(logits)
-        return logits
-
-    def count(self, chosen: Tensor) -> None:
-        """Remember the tokens, int64 [S], that were chosen from what `apply` returned."""
-        if self._penalties is not None:
-            self._penalties.count(chosen)
 
     def _make_bias(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor] | None:
         entries = [
@@ -67,70 +60,64 @@ class Adjustments:
         return torch.tensor(rows, device=device), torch.tensor(ids, device=device), torch.tensor(values, device=device)
 
 
-class PenaltyTables:
-    """How often each live penalized sequence has said each token. Rows grow with the number of such sequences."""
+class Said:
+    """The different tokens of one sequence that its penalties look at, and how often each was sampled."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.counts = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)  # in the output
-        self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # in the prompt or the output
-        self._row_of: dict[int, int] = {}  # by the sequence's arrival
+    __slots__ = ("_index", "_known", "counts", "ids", "sequence", "size")
 
-    def row(self, sequence: Sequence) -> int:
-        return self._row_of[sequence.arrival]
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.size = 0
+        self.ids = np.zeros(64, np.int64)  # the first `size`
+        self.counts = np.zeros(64, np.float32)  # in the output
+        self._index: dict[int, int] = {}
+        # How many tokens of the sequence were looked at. The prompt only counts as repeated.
+        self._known = 0 if sequence.request.sampling.repetition_penalty != 1.0 else sequence.prompt_len
 
-    def keep(self, sequences: list[Sequence]) -> None:
-        """Hold rows for exactly these sequences; a new one's row is filled from its tokens."""
-        live = {sequence.arrival for sequence in sequences}
-        self._row_of = {arrival: row for arrival, row in self._row_of.items() if arrival in live}
-        new = [sequence for sequence in sequences if sequence.arrival not in self._row_of]
-        if not new:
-            return
-        self._grow(len(live))
-        free = sorted(set(range(len(self.counts))) - set(self._row_of.values()), reverse=True)
-        for sequence in new:
-            row = self._row_of[sequence.arrival] = free.pop()
-            self._fill(row, sequence)
+    def update(self) -> None:
+        """Look at the tokens that came since the last time."""
+        token_ids, prompt_len = self.sequence.token_ids, self.sequence.prompt_len
+        for position in range(self._known, len(token_ids)):
+            at = self._place(token_ids[position])
+            if position >= prompt_len:
+                self.counts[at] += 1
+        self._known = len(token_ids)
 
-    def _grow(self, needed: int) -> None:
-        rows, vocab_size = self.counts.shape
-        if needed > rows:
-            extra = max(needed, 2 * rows) - rows
-            self.counts = torch.cat([self.counts, self.counts.new_zeros(extra, vocab_size)])
-            self.seen = torch.cat([self.seen, self.seen.new_zeros(extra, vocab_size)])
-
-    def _fill(self, row: int, sequence: Sequence) -> None:
-        ids = torch.tensor(sequence.token_ids, device=self.counts.device)
-        output = ids[sequence.prompt_len :]
-        self.counts[row] = 0
-        self.counts[row].index_add_(0, output, torch.ones_like(output, dtype=torch.float32))
-        self.seen[row] = False
-        self.seen[row, ids] = True
+    def _place(self, token_id: int) -> int:
+        at = self._index.get(token_id)
+        if at is None:
+            at = self._index[token_id] = self.size
+            self.size += 1
+            if at == len(self.ids):
+                self.ids, self.counts = np.resize(self.ids, 2 * at), np.resize(self.counts, 2 * at)
+            self.ids[at], self.counts[at] = token_id, 0
+        return at
 
 
 class Penalties:
-    """The penalties of one batch: P rows of its logits, and the rows of the tables that go with them."""
+    """The penalties of one batch, applied to just those logits that they change."""
 
-    def __init__(self, penalized: list[tuple[int, Sequence]], tables: PenaltyTables, device: torch.device) -> None:
-        params = [sequence.request.sampling for _, sequence in penalized]
-        self._tables = tables
-        self._rows = torch.tensor([row for row, _ in penalized], device=device)
-        self._table_rows = torch.tensor([tables.row(sequence) for _, sequence in penalized], device=device)
-        self._repetition = torch.tensor([p.repetition_penalty for p in params], device=device)[:, None]
-        self._presence = torch.tensor([p.presence_penalty for p in params], device=device)[:, None]
-        self._frequency = torch.tensor([p.frequency_penalty for p in params], device=device)[:, None]
+    def __init__(self, rows: list[int], said: list[Said], device: torch.device) -> None:
+        params = [s.sequence.request.sampling for s in said]
+        self._said = said
+        self._device = device
+        self._rows = np.array(rows, np.int64)
+        self._strengths = np.array(
+            [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params], np.float32
+        )
 
     def apply(self, logits: Tensor) -> None:
         """Penalize float32 `logits` [S, vocabulary] in place, by the formulas of CTRL (repetition) and of OpenAI."""
-        own = logits[self._rows]
-        counts, seen = self._tables.counts[self._table_rows], self._tables.seen[self._table_rows]
-        repeated = torch.where(own > 0, own / self._repetition, own * self._repetition)
-        own = torch.where(seen, repeated, own)
-        own -= counts * self._frequency + (counts > 0) * self._presence
-        logits.index_copy_(0, self._rows, own)
+        for said in self._said:
+            said.update()
+        sizes = [said.size for said in self._said]
+        rows = self._upload(np.repeat(self._rows, sizes))
+        ids = self._upload(np.concatenate([said.ids[: said.size] for said in self._said]))
+        counts = self._upload(np.concatenate([said.counts[: said.size] for said in self._said]))
+        repetition, frequency, presence = self._upload(np.repeat(self._strengths, sizes, axis=0)).unbind(-1)
+        own = logits[rows, ids]
+        own = torch.where(own > 0, own / repetition, own * repetition)
+        logits[rows, ids] = own - counts * frequency - (counts > 0) * presence
 
-    def count(self, chosen: Tensor) -> None:
-        ids = chosen[self._rows]
-        self._tables.counts.index_put_(
-            (self._table_rows, ids), torch.ones_like(ids, dtype=torch.float32), accumulate=True
-        )
-        self._tables.seen[self._table_rows, ids] = True
+    def _upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -35,7 +35,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
         """Compute the step and return logits, in the model's dtype, [number of `plan.sampled()`, vocabulary]."""
-        for sequence in plan.regrown:
+        for sequence in plan.regrown:  # first of all: a plan is told only once, even if what follows fails
             self._tables[sequence.slot, : len(sequence.blocks)] = sequence.blocks
         token_ids, positions = self._tokens(plan)
         rows_to_keep = self._sampled_rows(plan)

@@ -5,15 +5,17 @@ min-p, top-k, top-p (of what top-k left), draw.
 
 A draw depends on the row's logits and on one number from [0, 1) that is a function of (seed, index of the choice,
 index of the token) alone: no generator, no state. So the same seed gives the same text whatever else is in the batch,
-and after a preemption too. Every filter is a threshold on the logits, which equal logits pass or miss together, so that
+and after a preemption too. Every filter is a threshold, which equal logits pass or miss together, so that
 ties cannot make a result depend on the batch either.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +23,8 @@ from ftserve.engine.penalties import Adjustments
 from ftserve.engine.sequence import Sequence
 
 GREEDY_BELOW = 1e-5  # smaller temperatures would overflow float32, and are greedy for all that can be seen
-_FIRST_CANDIDATES = 64  # largest logits that top-p looks at; times eight until they hold enough probability
+_FIRST_CANDIDATES = 64  # largest weights that top-p looks at
+_MORE_CANDIDATES = 32  # times so many, until they hold enough probability
 _MASK64 = (1 << 64) - 1
 
 
@@ -43,29 +46,50 @@ class Sampler:
         self._adjustments = Adjustments(vocab_size, device)
         self._key: tuple[int, ...] = ()  # the sequences that `_draws` and `_adjustments` are made for
         self._draws: Draws | None = None
+        self._wide = torch.empty(0, vocab_size, dtype=torch.float32, device=device)  # see `_widen`
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int | None]:
         """Return a token for each sequence from its row of `logits` [S, vocabulary]; None where they are no numbers.
 
-        `logits` may be overwritten.
+        Logits that are float32 may be overwritten.
         """
         key = tuple([sequence.arrival for sequence in sequences])
         if key != self._key:
             self._key = key
             self._draws = Draws.of(sequences, self._device)
             self._adjustments.describe(sequences)
-        logits = self._adjustments.apply(logits)
-        largest, chosen = logits.max(dim=-1)
+        logits = self._widen(logits)
+        self._adjustments.apply(logits)
+        largest, chosen = _find_largest(logits)
         if self._draws is not None:
-            chosen.index_copy_(0, self._draws.rows, self._draws.draw(logits, largest))
-        self._adjustments.count(chosen)
+            chosen.index_copy_(0, self._draws.rows, self._draws.draw(logits))
         tokens: list[int | None] = chosen.tolist()
         # NaN wins every maximum; an infinite one means that nothing may follow, or an overflow.
         for row, value in enumerate(largest.tolist()):
             if value - value != 0.0:
                 tokens[row] = None
         return tokens
+
+    def _widen(self, logits: Tensor) -> Tensor:
+        """Return `logits` in float32, in memory that is used again: fresh pages cost more than the conversion."""
+        if logits.dtype == torch.float32:
+            return logits
+        if len(self._wide) < len(logits):
+            self._wide = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        return self._wide[: len(logits)].copy_(logits)
+
+
+def _find_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the maxima of float32 `logits` [S, vocabulary] and their ids, int64 [S]; NaN wins every maximum.
+
+    On the CPU by way of numpy, which vectorizes this: 0.1 ms where torch takes 0.9 (32 x 49152).
+    """
+    if logits.device.type != "cpu":
+        largest, ids = logits.max(dim=-1)
+        return largest, ids
+    ids = torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.gather(-1, ids[:, None])[:, 0], ids
 
 
 @dataclass(slots=True)
@@ -104,65 +128,96 @@ class Draws:
             largest_k=max(p.top_k for p in params),
         )
 
-    def draw(self, logits: Tensor, largest: Tensor) -> Tensor:
-        """Return a token id per row, int64 [R], from `logits` [S, vocabulary] with their maxima `largest` [S]."""
+    def draw(self, logits: Tensor) -> Tensor:
+        """Return a token id per row, int64 [R], from `logits` float32 [S, vocabulary]."""
         if not self.is_everything:
-            logits, largest = logits[self.rows], largest[self.rows]
-        weights = logits.float() - largest.float()[:, None]
+            logits = logits[self.rows]
         if self.temperature is not None:
-            weights /= self.temperature
-        threshold = self._threshold(weights)
-        if threshold is not None:
-            weights.masked_fill_(weights < threshold, float("-inf"))
-        cumulated = weights.exp_().cumsum(dim=-1)
-        numbers = [uniform(s.seed, s.request.index, s.output_len) for s in self.sequences]
-        total = cumulated[:, -1:]
-        points = torch.tensor(numbers, dtype=total.dtype, device=total.device)[:, None] * total
-        points = torch.minimum(points, torch.nextafter(total, torch.zeros_like(total)))  # rounding may reach the total
-        return torch.searchsorted(cumulated, points, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+            logits = logits / self.temperature
+        weights = torch.softmax(logits, dim=-1)
+        if self.min_p is not None:
+            _drop_below(weights, self.min_p * weights.amax(dim=-1, keepdim=True))
+        if self.top_k is not None or self.top_p is not None:
+            _drop_below(weights, self._threshold(weights))
+        return _pick(weights, [uniform(s.seed, s.request.index, s.output_len) for s in self.sequences])
 
-    def _threshold(self, weights: Tensor) -> Tensor | None:
-        """Return the smallest log-weight that may be drawn, float32 [R, 1]; the largest log-weight is 0."""
-        threshold = None if self.min_p is None else self.min_p.log()
-        if self.top_k is None and self.top_p is None:
-            return threshold
-        if threshold is not None:
-            weights = weights.masked_fill(weights < threshold, float("-inf"))
-        sorted_out = self._top(weights)
-        return sorted_out if threshold is None else torch.maximum(sorted_out, threshold)
-
-    def _top(self, weights: Tensor) -> Tensor:
-        """Return the threshold of top-k and top-p, looking at as few of the largest weights as will do."""
+    def _threshold(self, weights: Tensor) -> Tensor:
+        """Return the smallest weight, float32 [R, 1], that passes top-k and top-p, looking at few of the largest."""
         vocab_size = weights.shape[-1]
-        total = None if self.top_p is None else weights.exp().sum(dim=-1, keepdim=True)
+        total = None if self.top_p is None else weights.sum(dim=-1, keepdim=True)
         count = min(max(self.largest_k, 1 if self.top_p is None else _FIRST_CANDIDATES), vocab_size)
         while True:
-            found, is_enough = self._top_of(weights.topk(count, dim=-1).values, total)
-            if count == vocab_size or is_enough:
-                return found
-            count = min(count * 8, vocab_size)
+            threshold, is_enough = self._threshold_among(_largest_values(weights, count), total)
+            if is_enough or count == vocab_size:
+                return threshold
+            count = min(count * _MORE_CANDIDATES, vocab_size)
 
-    def _top_of(self, candidates: Tensor, total: Tensor | None) -> tuple[Tensor, bool]:
-        """Return the threshold according to the largest weights, descending [R, C], and whether C was enough."""
+    def _threshold_among(self, candidates: Tensor, total: Tensor | None) -> tuple[Tensor, bool]:
+        """Return the threshold by the C largest weights, descending [R, C], and whether C was enough.
+
+        `total` is the sum of all weights [R, 1], given if there is any top-p.
+        """
         count = candidates.shape[-1]
-        last = torch.full_like(candidates[:, :1], count - 1, dtype=torch.int64)  # index of the last one to keep
-        has_k = None
+        last = torch.full_like(candidates[:, :1], count - 1, dtype=torch.int64)  # index of the last weight to keep
+        is_open = torch.ones_like(last, dtype=torch.bool)  # rows without a filter
         if self.top_k is not None:
             has_k = (self.top_k > 0) & (self.top_k <= count)
-            last = torch.where(has_k, self.top_k - 1, last)
-        if self.top_p is None or total is None:
-            off = None if has_k is None else ~has_k
-            found = candidates.gather(-1, last)
-            return (found if off is None else found.masked_fill(off, float("-inf"))), True
-        mass = candidates.exp()
-        cumulated = mass.cumsum(dim=-1)
-        if has_k is not None:  # top-p is a share of what top-k left
-            total = torch.where(has_k, cumulated.gather(-1, last), total)
-        kept = ((cumulated - mass) < self.top_p * total).sum(dim=-1, keepdim=True)  # those before it hold less than p
-        is_open = self.top_p >= 1.0
-        found = candidates.gather(-1, torch.minimum(kept.clamp_(min=1) - 1, last))
-        if has_k is None:
-            needs_more = (kept == count) & ~is_open
-            return found.masked_fill(is_open, float("-inf")), not bool(needs_more.any())
-        needs_more = (kept == count) & ~is_open & ~has_k
-        return found.masked_fill(is_open & ~has_k, float("-inf")), not bool(needs_more.any())
+            last, is_open = torch.where(has_k, self.top_k - 1, last), ~has_k
+        is_enough = True
+        if self.top_p is not None and total is not None:
+            has_p = self.top_p < 1.0
+            cumulated = candidates.cumsum(dim=-1)
+            total = torch.where(is_open, total, cumulated.gather(-1, last))  # top-p is a share of what top-k left
+            # Kept are those before which less than p is, and always the first.
+            num_kept = ((cumulated - candidates) < self.top_p * total).sum(dim=-1, keepdim=True).clamp_(min=1)
+            is_enough = not bool((has_p & is_open & (num_kept == count)).any())
+            last = torch.where(has_p, torch.minimum(num_kept - 1, last), last)
+            is_open &= ~has_p
+        return candidates.gather(-1, last).masked_fill(is_open, 0.0), is_enough
+
+
+def _largest_values(weights: Tensor, count: int) -> Tensor:
+    """Return the `count` largest of each row, descending.
+
+    Of 32 x 49152 on one CPU thread: the first 64 take 2.7 ms by topk and 8.6 by numpy, the first 2048 17 and 9, all 144
+    and 32.
+    """
+    if count <= _FIRST_CANDIDATES or weights.device.type != "cpu":
+        return weights.topk(count, dim=-1).values
+    values, rest = weights.numpy(), weights.shape[-1] - count
+    if rest:
+        values = np.partition(values, rest, axis=-1)[:, rest:]
+    return torch.from_numpy(np.sort(values, axis=-1)).flip(-1)
+
+
+def _drop_below(weights: Tensor, threshold: Tensor) -> None:
+    """Set weights [R, V] below their row's threshold [R, 1] to zero."""
+    if weights.device.type == "cpu":  # 0.5 ms for 32 x 49152 where masked_fill_ takes 1.7
+        array = weights.numpy()
+        np.multiply(array, array >= threshold.numpy(), out=array)
+    else:
+        weights.masked_fill_(weights < threshold, 0.0)
+
+
+def _pick(weights: Tensor, numbers: list[float]) -> Tensor:
+    """Return for each row of `weights` [R, V] the first index up to which more than that share of the sum lies.
+
+    First among chunks of the row, then inside one, which saves summing up V weights one after the other.
+    """
+    shares = torch.tensor(numbers, dtype=weights.dtype, device=weights.device)[:, None]
+    chunks = weights.unflatten(-1, (-1, math.gcd(weights.shape[-1], 128)))
+    sums = chunks.sum(dim=-1)
+    ends = sums.cumsum(dim=-1)
+    points = _below(shares * ends[:, -1:], ends[:, -1:])
+    chunk = torch.searchsorted(ends, points, right=True).clamp_(max=sums.shape[-1] - 1)
+    points -= ends.gather(-1, chunk) - sums.gather(-1, chunk)
+    size = chunks.shape[-1]
+    inside = chunks.gather(1, chunk[:, :, None].expand(-1, -1, size))[:, 0].cumsum(dim=-1)
+    offset = torch.searchsorted(inside, _below(points, inside[:, -1:]), right=True).clamp_(max=size - 1)
+    found: Tensor = chunk * size + offset
+    return found[:, 0]
+
+
+def _below(points: Tensor, total: Tensor) -> Tensor:
+    """Return `points` in [0, total), where rounding may have led out of it."""
+    return torch.minimum(points.clamp_(min=0.0), torch.nextafter(total, torch.zeros_like(total)))

@@ -205,12 +205,14 @@ class Scheduler:
             budget -= count
 
     def _take_blocks(self, sequence: Sequence) -> bool:
-        """Give `sequence` the blocks of all its tokens, known ones first; False if there are not enough.
+        """Give `sequence` the blocks of all its tokens, known ones first; False if it has to wait for some.
 
         One block per running sequence stays free, or the newcomer would soon be preempted by their growth.
         """
         pool = self.pool
         known = self._find_known(sequence)
+        if self._is_on_its_way(sequence, len(known)):
+            return False
         fresh = pool.blocks_for(len(sequence.token_ids)) - len(known)
         reserve = len(self.running)
         if fresh + pool.num_free_among(known) + reserve > pool.num_free:
@@ -228,6 +230,21 @@ class Scheduler:
             return []
         count = (len(sequence.token_ids) - 1) // self.pool.block_size
         return self.pool.find(self._name(sequence, index) for index in range(count))
+
+    def _is_on_its_way(self, sequence: Sequence, num_known: int) -> bool:
+        """Tell whether a running prompt will compute the next block that `sequence` needs.
+
+        Waiting for it saves computing the same again where requests with one prefix come together, such as the choices
+        of one request.
+        """
+        size = self.pool.block_size
+        if not self._use_prefix_cache or num_known >= (len(sequence.token_ids) - 1) // size:
+            return False
+        name = self._name(sequence, num_known)
+        return any(
+            other.num_pending > 1 and len(other.token_ids) // size > num_known and self._name(other, num_known) == name
+            for other in self.running
+        )
 
     def _publish(self, sequence: Sequence, computed_before: int) -> None:
         """Make the blocks findable that were filled since `computed_before` tokens were computed."""

@@ -81,7 +81,12 @@ class ContinuousBatcher:
             return []
         self._stamp_scheduled(plan)
         sampled = plan.sampled()
-        logits = self._runner.run(plan)
+        try:
+            logits = self._runner.run(plan)
+        except (RuntimeError, MemoryError) as exc:
+            if not plan.prefills or not _is_out_of_memory(exc):
+                raise
+            return [self._blame(plan, exc)]
         self.scheduler.advance(plan)
         return self._commit(sampled, self._sampler.sample(logits, sampled)) if sampled else []
 
@@ -151,6 +156,13 @@ class ContinuousBatcher:
             events.append(event)
         return events
 
+    def _blame(self, plan: StepPlan, cause: Exception) -> TokenEvent:
+        """End the prompt with the longest context of a step that ran out of memory; the others are planned again."""
+        largest, _ = max(plan.prefills, key=lambda chunk: chunk[0].num_computed + chunk[1])
+        error = EngineRequestError("The device has not enough memory for this prompt.")
+        error.__cause__ = cause
+        return self._fail(largest, error)
+
     def _fail(self, sequence: Sequence, error: EngineRequestError) -> TokenEvent:
         """End one running sequence with an error, and wipe what it left in the cache."""
         request = sequence.request
@@ -205,6 +217,11 @@ class TorchStepper(ContinuousBatcher):
 
     def describe(self) -> dict[str, str]:
         return super().describe() | {"device": str(self._device), "dtype": str(self._dtype).removeprefix("torch.")}
+
+
+def _is_out_of_memory(exc: Exception) -> bool:
+    """Tell whether an allocation failed; on the CPU torch has no class for it."""
+    return isinstance(exc, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(exc)
 
 
 def default_threads() -> int:

@@ -131,6 +131,31 @@ def test_sequences_with_one_prompt_share_its_full_blocks() -> None:
     assert (second.num_cached, other.num_cached) == (8, 0)
 
 
+def test_choices_of_one_prompt_that_come_together_compute_it_once() -> None:
+    scheduler = make_scheduler(block_size=4, chunk=6)
+    choices = [make_sequence(i, list(range(18))) for i in range(4)]
+    for sequence in choices:
+        scheduler.add(sequence)
+    computed = 0
+    while not all(s.output_len for s in choices):
+        plan, _ = step(scheduler)
+        computed += sum(count for _, count in plan.prefills)
+    assert computed == 18 + 3 * 2
+    assert [s.num_cached for s in choices] == [0, 16, 16, 16]
+
+
+def test_a_prompt_waits_only_for_the_part_that_it_shares() -> None:
+    scheduler = make_scheduler(block_size=4, chunk=8)
+    long, other = make_sequence(0, list(range(40))), make_sequence(1, [*range(8), 50, 51, 52, 53, 54])
+    scheduler.add(long)
+    scheduler.add(other)
+    step(scheduler)
+    assert scheduler.waiting == [other]
+    while other.output_len == 0:
+        step(scheduler)
+    assert other.num_cached == 8
+
+
 @pytest.mark.parametrize(("seqs", "chunk"), [(0, 1), (1, 0)])
 def test_a_scheduler_that_could_do_nothing_is_refused(seqs: int, chunk: int) -> None:
     with pytest.raises(ValueError, match="make no step"):

@@ -278,3 +278,86 @@ def test_smaller_priority_is_served_first(tiny_llama: Any, make_request: Any) ->
         batcher.add(request)
     order = [batcher.step()[0].request for _ in late]
     assert order == [late[1], late[2], late[0]]
+
+
+@pytest.mark.parametrize("message", ["DefaultCPUAllocator: can't allocate memory: you tried", None])
+def test_a_prompt_that_runs_out_of_memory_fails_alone(
+    tiny_llama: Any, make_request: Any, drain: Any, torch: Any, message: str | None
+) -> None:
+    batcher = tiny_llama.batcher(chunk=60)
+    model, prompts_ = batcher._runner._model, prompts(4, shortest=5, longest=9)
+
+    def fail_if_long(*, input_ids: Any, **options: Any) -> Any:
+        if input_ids.shape[1] > 30:
+            raise torch.OutOfMemoryError if message is None else RuntimeError(message)
+        return model(input_ids=input_ids, **options)
+
+    batcher._runner._model = fail_if_long
+    good = [make_request(p, max_tokens=9) for p in prompts_]
+    long = make_request([1] * 45)
+    for request in (*good[:2], long, *good[2:]):
+        batcher.add(request)
+    events = drain(batcher)
+    assert [(e.finish_reason, type(e.error)) for e in events[long]] == [(FinishReason.ERROR, EngineRequestError)]
+    for request, prompt in zip(good, prompts_, strict=True):
+        assert [token for e in events[request] for token in e.token_ids] == tiny_llama.greedy(prompt, 9)
+
+
+def test_any_other_failure_of_the_device_is_raised(tiny_llama: Any, make_request: Any) -> None:
+    batcher = tiny_llama.batcher()
+
+    def fail(plan: Any) -> Any:
+        raise RuntimeError("illegal memory access")
+
+    batcher._runner.run = fail
+    batcher.add(make_request([1]))
+    with pytest.raises(RuntimeError, match="illegal"):
+        batcher.step()
+
+
+def test_500_random_requests_say_what_each_says_alone(
+    tiny_llama: Any, make_request: Any, texts: Any, kernel: Any
+) -> None:
+    rng = random.Random(5)
+    heads = prompts(4, shortest=30, longest=30, seed=9)
+    batcher = tiny_llama.batcher(num_blocks=70, chunk=20, max_num_seqs=12, kernel=kernel, eos_token_ids=[3])
+    live: dict[GenerationRequest, list[int]] = {}
+    done: dict[GenerationRequest, list[int]] = {}
+    to_come = [
+        make_request(
+            rng.choice(heads)[: rng.randint(1, 30)] + [rng.randrange(128) for _ in range(rng.randint(0, 12))],
+            max_tokens=rng.randint(1, 24),
+            index=rng.randint(0, 2),
+            priority=rng.randint(0, 1),
+            temperature=rng.choice([0.0, 1.0]),
+            top_p=rng.choice([1.0, 0.8]),
+            top_k=rng.choice([0, 10]),
+            presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+            min_tokens=rng.choice([0, 3]),
+            stop_token_ids=frozenset(rng.sample(range(128), rng.choice([0, 5]))),
+            seed=rng.randrange(1000),
+        )
+        for _ in range(500)
+    ]
+    asked = list(to_come)
+    while to_come or live:
+        for _ in range(min(len(to_come), rng.randint(0, 3))):
+            request = to_come.pop()
+            batcher.add(request)
+            live[request] = []
+        if live and rng.random() < 0.1:
+            leaves = rng.choice(list(live))
+            batcher.cancel(leaves)
+            del live[leaves]
+        for event in batcher.step():
+            live[event.request] += event.token_ids
+            if event.finish_reason is not None:
+                done[event.request] = live.pop(event.request)
+    batcher.scheduler.check()
+    assert batcher.statistics().num_preemptions > 0
+    assert len(done) > 300
+    for request in asked:
+        if request in done:
+            alone = tiny_llama.batcher(kernel=kernel, eos_token_ids=[3])
+            assert texts(alone, [request])[0] == done[request]
