@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from benchmarks.load import MODEL, prose
+from ftserve.engine.batcher import ContinuousBatcher
 from ftserve.engine.blocks import BlockPool
 from ftserve.engine.checkpoint import Checkpoint, resolve
 from ftserve.engine.config import EngineConfig
 from ftserve.engine.sampler import Sampler
 from ftserve.engine.scheduler import Scheduler, StepPlan
-from ftserve.engine.torch_stepper import ContinuousBatcher, TorchStepper, default_threads
+from ftserve.engine.torch_stepper import TorchStepper, default_threads
 from ftserve.engine.types import GenerationRequest, SamplingParams
 from ftserve.preprocess.tokens import make_encoder
 
@@ -50,7 +51,7 @@ def prompts(checkpoint: Checkpoint, count: int, words: int, seed: int) -> list[a
     return [encode(text, False) for text in prose(random.Random(seed), words, count)]
 
 
-def decode(stepper: ContinuousBatcher, batch: list[array[int]], steps: int) -> Decode:
+def decode(stepper: ContinuousBatcher[torch.Tensor], batch: list[array[int]], steps: int) -> Decode:
     """Prefill a batch, then time the steps in which every sequence gets one token."""
     for prompt in batch:
         stepper.add(request(prompt, steps + 1))
@@ -65,7 +66,7 @@ def decode(stepper: ContinuousBatcher, batch: list[array[int]], steps: int) -> D
     return Decode(len(batch), 1e3 * step, len(batch) / step)
 
 
-def prefill_rate(stepper: ContinuousBatcher, batch: list[array[int]]) -> float:
+def prefill_rate(stepper: ContinuousBatcher[torch.Tensor], batch: list[array[int]]) -> float:
     """Return prompt tokens per second, one token generated for each prompt."""
     for prompt in batch:
         stepper.add(request(prompt, 1))

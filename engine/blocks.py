@@ -19,6 +19,7 @@ from hashlib import blake2b
 # Keys the hash of this process: nobody outside can look for prompts that collide.
 _HASH_KEY = secrets.token_bytes(16)
 
+BLOCK_SIZE = 16  # tokens; a smaller one wastes less and shares more, a larger one has shorter tables
 NULL_BLOCK = 0  # never given away and always zero: pads block tables
 
 

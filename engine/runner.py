@@ -32,9 +32,21 @@ class ModelRunner:
         # Blocks of each running sequence, by its slot; what lies beyond its own is stale and never read.
         self._tables = np.zeros((max_num_seqs, -(-max_model_len // cache.block_size)), np.int32)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
-        """Compute the step and return logits, in the model's dtype, [number of `plan.sampled()`, vocabulary]."""
+        """Compute the step and return logits, in the model's dtype, [number of `plan.sampled()`, vocabulary].
+
+        Raises:
+            MemoryError: the device has not enough memory for this step.
+        """
+        try:
+            return self._run(plan)
+        except RuntimeError as exc:
+            if _is_out_of_memory(exc):
+                raise MemoryError from exc
+            raise
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> Tensor:
         for sequence in plan.regrown:  # first of all: a plan is told only once, even if what follows fails
             self._tables[sequence.slot, : len(sequence.blocks)] = sequence.blocks
         token_ids, positions = self._tokens(plan)
@@ -110,3 +122,8 @@ class ModelRunner:
             chunks.append(PromptChunk(start, count, context_len, blocks))
             start += count
         return chunks
+
+
+def _is_out_of_memory(exc: RuntimeError) -> bool:
+    """Tell whether an allocation failed; on the CPU torch has no class for it."""
+    return isinstance(exc, torch.OutOfMemoryError) or "can't allocate memory" in str(exc)

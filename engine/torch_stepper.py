@@ -1,181 +1,24 @@
-"""The engine over a transformers model: schedule, run, sample, hand out. Engine thread only."""
+"""The engine over a transformers model. Engine thread only."""
 
 from __future__ import annotations
 
-import logging
 import os
-import time
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ftserve.engine import loader, native, packed
-from ftserve.engine.blocks import BlockPool
+from ftserve.engine.batcher import ContinuousBatcher
+from ftserve.engine.blocks import BLOCK_SIZE, BlockPool
 from ftserve.engine.checkpoint import Checkpoint
 from ftserve.engine.config import EngineConfig
-from ftserve.engine.errors import EngineRequestError, InvalidRequestError, RequestTooLongError
 from ftserve.engine.kv_cache import KVCache, LayerShape
 from ftserve.engine.runner import ModelRunner
 from ftserve.engine.sampler import Sampler
-from ftserve.engine.scheduler import Scheduler, SchedulerStatistics, StepPlan
-from ftserve.engine.sequence import Sequence
-from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent
-
-log = logging.getLogger("ftserve.engine")
-
-BLOCK_SIZE = 16  # tokens; a smaller one wastes less and shares more, a larger one has shorter tables
+from ftserve.engine.scheduler import Scheduler
 
 
-class Runner(Protocol):
-    """What computes logits; `ModelRunner`, or something without a model."""
-
-    def run(self, plan: StepPlan) -> Tensor:
-        """Return logits [number of `plan.sampled()`, vocabulary]."""
-
-    def clear(self, blocks: list[int]) -> None:
-        """Make blocks harmless that hold values which are no numbers."""
-
-
-class ContinuousBatcher:
-    """A `Stepper` out of a scheduler, a runner and a sampler."""
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        sampler: Sampler,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        eos_token_ids: frozenset[int],
-    ) -> None:
-        self.scheduler = scheduler
-        self._runner = runner
-        self._sampler = sampler
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._eos_ids = eos_token_ids
-        self._sequences: dict[GenerationRequest, Sequence] = {}
-        self._arrivals = 0
-
-    def add(self, request: GenerationRequest) -> None:
-        self._refuse_impossible(request)
-        sequence = Sequence(request, arrival=self._arrivals, eos_ids=self._eos_ids, max_model_len=self._max_model_len)
-        if not self.scheduler.can_ever_fit(sequence):
-            raise RequestTooLongError(
-                f"The KV cache holds {self.scheduler.pool.num_blocks * self.scheduler.pool.block_size} tokens; "
-                f"this request needs {sequence.max_len - 1}.",
-                param="max_tokens",
-            )
-        self._arrivals += 1
-        self._sequences[request] = sequence
-        self.scheduler.add(sequence)
-
-    def cancel(self, request: GenerationRequest) -> None:
-        self.scheduler.remove(self._sequences.pop(request))
-
-    def step(self) -> list[TokenEvent]:
-        plan = self.scheduler.schedule()
-        if plan.is_empty:
-            return []
-        self._stamp_scheduled(plan)
-        sampled = plan.sampled()
-        try:
-            logits = self._runner.run(plan)
-        except (RuntimeError, MemoryError) as exc:
-            if not plan.prefills or not _is_out_of_memory(exc):
-                raise
-            return [self._blame(plan, exc)]
-        self.scheduler.advance(plan)
-        return self._commit(sampled, self._sampler.sample(logits, sampled)) if sampled else []
-
-    def num_running(self) -> int:
-        return len(self.scheduler.running)
-
-    def num_waiting(self) -> int:
-        return len(self.scheduler.waiting)
-
-    def kv_usage(self) -> float:
-        pool = self.scheduler.pool
-        return 1.0 - pool.num_free / pool.num_blocks
-
-    def describe(self) -> dict[str, str]:
-        pool = self.scheduler.pool
-        return {"device": "none", "dtype": "none", "kv_capacity_tokens": str(pool.num_blocks * pool.block_size)}
-
-    def statistics(self) -> SchedulerStatistics:
-        return self.scheduler.statistics()
-
-    def close(self) -> None:
-        for sequence in self._sequences.values():
-            self.scheduler.remove(sequence)
-        self._sequences.clear()
-
-    def _refuse_impossible(self, request: GenerationRequest) -> None:
-        prompt, limit = request.prompt_ids, self._max_model_len
-        if not prompt:
-            raise InvalidRequestError("The prompt has no tokens.", param="prompt")
-        if len(prompt) >= limit:
-            raise RequestTooLongError(
-                f"The prompt has {len(prompt)} tokens; with at least one more it must fit into {limit}.", param="prompt"
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise InvalidRequestError(f"A token id is not in 0 to {self._vocab_size - 1}.", param="prompt")
-        if request.sampling.max_tokens < 1:
-            raise InvalidRequestError("max_tokens must be at least 1.", param="max_tokens")
-
-    def _stamp_scheduled(self, plan: StepPlan) -> None:
-        now = time.monotonic()
-        for sequence, _ in plan.prefills:
-            times = sequence.request.times
-            if not times.scheduled:
-                times.scheduled = now
-
-    def _commit(self, sampled: list[Sequence], tokens: list[int | None]) -> list[TokenEvent]:
-        """Give each sequence its token and return the events."""
-        now = time.monotonic()
-        events = []
-        for sequence, token in zip(sampled, tokens, strict=True):
-            request = sequence.request
-            if token is None:
-                events.append(self._fail(sequence, EngineRequestError("The model's output is not a number.")))
-                continue
-            reason = sequence.append(token)
-            event = TokenEvent(request, (token,))
-            if sequence.output_len == 1:
-                request.times.first_token = now
-                event.num_cached_tokens = sequence.num_cached
-            if reason is not None:
-                event.finish_reason = reason
-                if reason is FinishReason.STOP:
-                    event.stop_token_id = token
-                request.times.finished = now
-                del self._sequences[request]
-                self.scheduler.remove(sequence)
-            events.append(event)
-        return events
-
-    def _blame(self, plan: StepPlan, cause: Exception) -> TokenEvent:
-        """End the prompt with the longest context of a step that ran out of memory; the others are planned again."""
-        largest, _ = max(plan.prefills, key=lambda chunk: chunk[0].num_computed + chunk[1])
-        error = EngineRequestError("The device has not enough memory for this prompt.")
-        error.__cause__ = cause
-        return self._fail(largest, error)
-
-    def _fail(self, sequence: Sequence, error: EngineRequestError) -> TokenEvent:
-        """End one running sequence with an error, and wipe what it left in the cache."""
-        request = sequence.request
-        log.error("request %s failed in the engine: %s", request.request_id, error)
-        del self._sequences[request]
-        gone = self.scheduler.discard(sequence)
-        if gone:
-            self._runner.clear(gone)
-        request.times.finished = time.monotonic()
-        return TokenEvent(request, (), FinishReason.ERROR, error=error)
-
-
-class TorchStepper(ContinuousBatcher):
+class TorchStepper(ContinuousBatcher[Tensor]):
     """The stepper that serves a checkpoint. Loading takes seconds to minutes; use it on the thread that made it."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
@@ -217,11 +60,6 @@ class TorchStepper(ContinuousBatcher):
 
     def describe(self) -> dict[str, str]:
         return super().describe() | {"device": str(self._device), "dtype": str(self._dtype).removeprefix("torch.")}
-
-
-def _is_out_of_memory(exc: Exception) -> bool:
-    """Tell whether an allocation failed; on the CPU torch has no class for it."""
-    return isinstance(exc, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(exc)
 
 
 def default_threads() -> int:

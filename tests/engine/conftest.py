@@ -69,13 +69,13 @@ class Tiny:
         """Return an engine over the model."""
         import torch
 
+        from ftserve.engine.batcher import ContinuousBatcher
         from ftserve.engine.blocks import BlockPool
         from ftserve.engine.kv_cache import KVCache
         from ftserve.engine.loader import probe_layers
         from ftserve.engine.runner import ModelRunner
         from ftserve.engine.sampler import Sampler
         from ftserve.engine.scheduler import Scheduler
-        from ftserve.engine.torch_stepper import ContinuousBatcher
 
         cpu = torch.device("cpu")
         cache = KVCache(probe_layers(self.model), num_blocks, block_size, dtype=torch.float32, device=cpu)
