@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 import ftserve
 from ftserve.engine.client import EngineClient
-from ftserve.engine.errors import FtserveError, ModelNotFoundError
+from ftserve.engine.errors import ModelNotFoundError, OverloadedError
 from ftserve.engine.loop import EngineState
 from ftserve.preprocess.pool import PreprocessPool
 from ftserve.server.admission import Admission
@@ -22,9 +22,13 @@ from ftserve.server.generation import Handle, Job
 from ftserve.server.model import ServedModel
 from ftserve.server.problems import DRAINING, JSON_HEADERS, LOADING, HttpError, Problem, problem_of
 from ftserve.server.tokenization import answer_detokenize, answer_tokenize
+from ftserve.server.uploads import Uploads
 
 METRICS_HEADERS = [("content-type", "text/plain; version=0.0.4; charset=utf-8")]
 
+# A request that is refused for lack of room is still read if it is small: a connection that is closed with unread data
+# is reset, and the client might never see the answer.
+MAX_REFUSED_BYTES = 64 << 10
 MAX_STEP_AGE_S = 300.0  # a step that takes longer is taken for stuck
 
 _POSTS: dict[str, Handle] = {  # what a preprocess thread does with the body
@@ -44,6 +48,7 @@ class App:
         engine: EngineClient,
         pool: PreprocessPool[Job],
         admission: Admission,
+        uploads: Uploads,
         registry: CollectorRegistry,
         *,
         keys: ApiKeys,
@@ -56,6 +61,7 @@ class App:
         self._engine = engine
         self._pool = pool
         self._admission = admission
+        self._uploads = uploads
         self._registry = registry
         self._keys = keys
         self._cors = cors
@@ -101,8 +107,16 @@ class App:
         if (problem := self._refusal()) is not None:
             exchange.refuse(problem)
             return
-        self._check_head(exchange)
-        exchange.read_body(then=lambda: self._enqueue(exchange, handle), failed=lambda: _truncated(exchange))
+        length = self._body_length(exchange)
+        try:
+            exchange.occupy(self._admission.enter(length))
+        except OverloadedError as exc:
+            if length > MAX_REFUSED_BYTES:
+                raise
+            problem = problem_of(exc)
+            self._uploads.read(exchange, then=lambda: exchange.refuse(problem), failed=lambda: _truncated(exchange))
+            return
+        self._uploads.read(exchange, then=lambda: self._enqueue(exchange, handle), failed=lambda: _truncated(exchange))
 
     def _refusal(self) -> Problem | None:
         """Return why nothing can be taken now, if so."""
@@ -112,7 +126,8 @@ class App:
             return problem_of(self._engine.death)
         return LOADING if self._engine.state is EngineState.LOADING else None
 
-    def _check_head(self, exchange: Exchange) -> None:
+    def _body_length(self, exchange: Exchange) -> int:
+        """Return how many bytes the head announces; raises HttpError for a head that cannot be served."""
         content_type = exchange.headers.get("content-type")
         if content_type is not None and "json" not in content_type.lower():
             raise HttpError(415, "The body must be JSON; send 'content-type: application/json'.")
@@ -121,14 +136,9 @@ class App:
             raise HttpError(411, "Send the body with a content-length.")
         if int(length) > self._max_body_bytes:
             raise HttpError(413, f"The body is larger than {self._max_body_bytes} bytes.")
+        return int(length)
 
     def _enqueue(self, exchange: Exchange, handle: Handle) -> None:
-        try:
-            self._admission.enter()
-        except FtserveError as exc:
-            exchange.refuse(problem_of(exc))
-            return
-        exchange.on_end(self._admission.leave)
         exchange.watch_disconnect()
         self._pool.put(Job(exchange, handle))
 

@@ -17,8 +17,7 @@ from ftserve.server.wire import ChatRequest, parse, text_of
 def prepare_chat(worker: GenerationWorker, exchange: Exchange) -> Prepared:
     """Turn a chat body into one prompt. Preprocess thread."""
     times = exchange.times
-    body, exchange.body = exchange.body, b""
-    fields = parse(ChatRequest, body)
+    fields = parse(ChatRequest, exchange.take_body())
     worker.check_model(fields.model)
     messages = text_of(fields.messages)
     times.validated = time.monotonic()

@@ -72,6 +72,8 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
     options = parser.parse_args(arguments)
     if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
         parser.error("--ssl-certfile and --ssl-keyfile go together")
+    if options.max_body_mb > options.body_memory_gb * 1024:
+        parser.error(f"--max-body-mb {options.max_body_mb:g} is more than --body-memory-gb {options.body_memory_gb:g}")
     threads = ThreadPlan.split(
         options.threads, http=options.http_threads, preprocess=options.preprocess_threads, output=options.output_threads
     )
@@ -99,6 +101,9 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         api_keys=tuple(options.api_key or ()),
         http_scheduler=options.http_scheduler,
         max_concurrent_requests=options.max_concurrent_requests,
+        max_body_mb=options.max_body_mb,
+        body_memory_gb=options.body_memory_gb,
+        body_timeout_s=options.body_timeout,
         request_timeout_s=options.request_timeout,
         shutdown_timeout_s=options.shutdown_timeout,
         stall_timeout_s=options.stall_timeout,
@@ -192,6 +197,24 @@ def _parser() -> argparse.ArgumentParser:
         help="requests inside at once; more get 429",
     )
     limits.add_argument(
+        "--max-body-mb",
+        type=_amount,
+        default=defaults["max_body_mb"],
+        help="MiB of one request's body; more gets 413",
+    )
+    limits.add_argument(
+        "--body-memory-gb",
+        type=_amount,
+        default=defaults["body_memory_gb"],
+        help="GiB of all bodies that are being read or wait to be parsed; more get 429",
+    )
+    limits.add_argument(
+        "--body-timeout",
+        type=_amount,
+        default=defaults["body_timeout_s"],
+        help="seconds from a request's head to the end of its body; then it is ended with 408",
+    )
+    limits.add_argument(
         "--request-timeout",
         type=_amount,
         default=defaults["request_timeout_s"],
@@ -201,7 +224,8 @@ def _parser() -> argparse.ArgumentParser:
         "--stall-timeout",
         type=_amount,
         default=defaults["stall_timeout_s"],
-        help="seconds until a client that reads nothing is cut off",
+        help="seconds until a client that takes nothing is cut off; one that takes less than half of its receive "
+        "buffer in that time counts too",
     )
     limits.add_argument(
         "--shutdown-timeout",

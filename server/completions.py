@@ -22,8 +22,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 def prepare_completion(worker: GenerationWorker, exchange: Exchange) -> Prepared:
     """Turn a completion body into one or more prompts. Preprocess thread."""
     times = exchange.times
-    body, exchange.body = exchange.body, b""
-    fields = parse(CompletionRequest, body)
+    fields = parse(CompletionRequest, exchange.take_body())
     worker.check_model(fields.model)
     times.validated = times.templated = time.monotonic()
     prompts = _prompts(fields.prompt, worker)

@@ -88,7 +88,9 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()  # any of them opens the server; none: it is open
     http_scheduler: str = "direct"  # direct | asyncio
     max_concurrent_requests: int = 1024  # HTTP requests between their head and the end of their answer
-    max_body_bytes: int = 64 << 20
+    max_body_mb: float = 64.0  # MiB of one request
+    body_memory_gb: float = 2.0  # GiB of all bodies that are being read or wait to be parsed
+    body_timeout_s: float = 60.0  # from a request's head to the end of its body
     max_response_bytes: int = 256 << 20  # one answer; bounds what a slow reader can pile up
     request_timeout_s: float = 600.0
     shutdown_timeout_s: float = 10.0

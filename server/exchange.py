@@ -4,7 +4,8 @@ Ownership: the HTTP thread until the body is read, then the preprocess thread th
 that writes the answer. Whoever owns it calls `respond` or `open_stream`, then `end`.
 
 Shared fields, guarded by one lock that is taken a few times a request and never per token:
-    - `_body_taken`: granian's completion callback and our own re-check race to take the body.
+    - `_body_taken`: granian's completion callback, our own re-check and `stop_reading` race to take the body; who wins
+      owns the exchange.
     - `_cancelled`, `_requests`: a disconnect may come at any time, from an HTTP thread. Under the lock it either finds
       the submitted requests and cancels them, or leaves the mark that `submit` finds: no request outlives its client.
     - `_ended`: `end` runs once, whoever comes first.
@@ -20,6 +21,7 @@ from typing import Any
 
 from ftserve.engine.client import EngineClient
 from ftserve.engine.types import GenerationRequest, RequestTimes
+from ftserve.server.admission import Place
 from ftserve.server.problems import Problem
 
 Headers = Sequence[tuple[str, str]]
@@ -65,8 +67,9 @@ class Exchange:
         "_ended",
         "_engine",
         "_lock",
-        "_on_end",
+        "_place",
         "_proto",
+        "_reading",
         "_requests",
         "body",
         "extra_headers",
@@ -90,22 +93,26 @@ class Exchange:
         self.body = b""
         self._proto = proto
         self._end = end
-        self._on_end: Callable[[], None] | None = None
+        self._place: Place | None = None
+        self._reading: Any = None  # granian's future of the body, until it is taken
         self._lock = threading.Lock()
         self._body_taken = self._cancelled = self._ended = False
         self._requests: Sequence[GenerationRequest] = ()
         self._engine: EngineClient | None = None
         self._disconnect: Any = None
 
+    def occupy(self, place: Place) -> None:
+        """Hold `place` until the exchange ends. The owner only, before it can end."""
+        self._place = place
+
     def read_body(self, then: Callable[[], None], failed: Callable[[], None]) -> None:
         """Read the whole body, then call `then`; or `failed`, if the client did not send it whole."""
-        future = self._proto()
+        self._reading = future = self._proto()
 
         def on_body(done: Any) -> None:
-            with self._lock:
-                if self._body_taken:
-                    return
-                self._body_taken = True
+            if not self._take_turn():
+                return
+            self._reading = None
             try:
                 self.body = done.result()
             except Exception as exc:  # noqa: BLE001 - whatever it is, the body is not whole
@@ -118,6 +125,31 @@ class Exchange:
         future.add_done_callback(Inline(on_body))
         if future.done():  # granian can lose the wake-up of a future that completes while we register
             on_body(future)
+        elif self._body_taken:  # by `stop_reading`, which may have come too early to cancel
+            future.cancel()
+
+    def stop_reading(self) -> bool:
+        """Give the body up; True makes the caller the owner, False means that the body was there first. Any thread."""
+        if not self._take_turn():
+            return False
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.cancel()  # frees what was received, and lets granian close the connection after the answer
+        return True
+
+    def _take_turn(self) -> bool:
+        with self._lock:
+            if self._body_taken:
+                return False
+            self._body_taken = True
+            return True
+
+    def take_body(self) -> bytes:
+        """Return the body and forget it. The owner only, once."""
+        body, self.body = self.body, b""
+        if self._place is not None:
+            self._place.drop_body()
+        return body
 
     def watch_disconnect(self) -> None:
         """Cancel what this exchange has in the engine when its client closes the connection."""
@@ -132,10 +164,6 @@ class Exchange:
     def _on_disconnect(self, _future: Any) -> None:
         if not self._ended:  # ending cancels the watcher, which calls us too
             self.cancel()
-
-    def on_end(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called once when the exchange ends. The owner only, before it can end."""
-        self._on_end = callback
 
     def submit(self, engine: EngineClient, requests: Sequence[GenerationRequest]) -> bool:
         """Submit all of `requests`, unless the client has gone; then return False. Preprocess thread, once."""
@@ -186,5 +214,5 @@ class Exchange:
             self._disconnect.cancel()  # a waiter that is left would swallow the next request's disconnect
             self._disconnect = None
         self._end()
-        if self._on_end is not None:
-            self._on_end()
+        if self._place is not None:
+            self._place.leave()

@@ -83,20 +83,27 @@ class OutputThread:
                 except Exception as exc:  # noqa: BLE001 - one broken reply must not take the lane down
                     self._give_up(reply, exc)
         for reply in dirty:
-            try:
-                reply.flush()
-            except Exception as exc:  # noqa: BLE001 - as above
-                self._give_up(reply, exc)
-            if reply.is_done:
-                self._finished(reply)
-                reply.release()
+            if not reply.is_done:  # else it was given up after it had been fed
+                self._flush(reply)
         self.recorder.observe_output(time.perf_counter() - began, num_tokens)
 
+    def _flush(self, reply: Reply) -> None:
+        try:
+            reply.flush()
+        except Exception as exc:  # noqa: BLE001 - one broken reply must not take the lane down
+            self._give_up(reply, exc)
+        else:
+            if reply.is_done:
+                self._finished(reply)
+
     def _give_up(self, reply: Reply, error: Exception) -> None:
-        log.error("request %s could not be written", reply.exchange.request_id, exc_info=error)
-        reply.give_up()
+        if not reply.is_done:  # else it has ended, and this event came late
+            log.error("request %s could not be written", reply.exchange.request_id, exc_info=error)
+            reply.give_up()
+            self._finished(reply)
 
     def _finished(self, reply: Reply) -> None:
+        """Record and forget a reply that is done."""
         times = reply.choices[0].request.times
         usage = reply.usage()
         self.recorder.observe_request(times, time.monotonic(), usage, failed=reply.error is not None)
@@ -111,3 +118,4 @@ class OutputThread:
                 1e3 * max(0.0, times.first_token - times.arrival),
                 1e3 * (time.monotonic() - times.arrival),
             )
+        reply.release()

@@ -30,10 +30,11 @@ from ftserve.server.metrics import Recorder, ServerCollector, is_gil_enabled
 from ftserve.server.model import ServedModel
 from ftserve.server.output import OutputThread
 from ftserve.server.problems import DRAINING
+from ftserve.server.uploads import Uploads
 
 log = logging.getLogger("ftserve")
 
-MAINTENANCE_INTERVAL_S = 5.0
+MAINTENANCE_INTERVAL_S = 1.0
 _LOADING_GLANCE_S = 0.2  # how often a signal is looked for while the model loads
 _STOP_GRACE_S = 1.0  # for each part, beyond the drain's own deadline
 
@@ -60,7 +61,8 @@ class Service:
         self.engine = EngineClient(self._make_stepper, self._outputs)
         self._recorders = [Recorder() for _ in range(config.threads.preprocess)]
         self._pool: PreprocessPool[Job] = PreprocessPool(config.threads.preprocess, self._make_worker, _abandon)
-        self.admission = Admission(config.max_concurrent_requests)
+        self.admission = Admission(config.max_concurrent_requests, int(config.body_memory_gb * 2**30))
+        self._uploads = Uploads(min(config.body_timeout_s, config.request_timeout_s))
         self._garbage = GarbageKeeper()
         registry = CollectorRegistry()
         registry.register(self._collector())
@@ -69,11 +71,12 @@ class Service:
             self.engine,
             self._pool,
             self.admission,
+            self._uploads,
             registry,
             keys=ApiKeys(config.api_keys),
             cors=Cors(config.allowed_origins),
             root_path=config.root_path,
-            max_body_bytes=config.max_body_bytes,
+            max_body_bytes=int(config.max_body_mb * 2**20),
         )
         self._http = HttpServer(config, self.app)
         self.url = ""  # once started
@@ -108,6 +111,7 @@ class Service:
         while not stop.wait(MAINTENANCE_INTERVAL_S):
             if not self._http.is_alive():
                 raise RuntimeError("the HTTP worker has died")
+            self._uploads.expire()
             stats = self.engine.stats()
             self._garbage.collect_if_due(is_idle=stats.num_live == 0, work_done=stats.steps)
 
@@ -116,7 +120,8 @@ class Service:
         self.app.is_draining = True
         deadline = time.monotonic() + self.config.shutdown_timeout_s
         while not self.admission.wait_empty(0.05) and time.monotonic() < deadline and not abort.is_set():
-            pass
+            self._uploads.expire()
+        self._uploads.abort(DRAINING)
         if left := self.admission.num_inside():
             log.warning("ending %d requests at the deadline of the shutdown", left)
         self._pool.close(_STOP_GRACE_S)
@@ -158,6 +163,8 @@ class Service:
     def _collector(self) -> ServerCollector:
         gauges = {
             "http_requests_inside": ("Requests between head and last byte", self.admission.num_inside),
+            "http_bodies_reading": ("Requests whose body is being read", self._uploads.num_reading),
+            "http_body_bytes": ("Bytes of bodies that are being read or wait", lambda: self.admission.num_body_bytes),
             "preprocess_queue_depth": ("Requests that wait for a preprocess thread", self._pool.depth),
             "output_lag_batches": (
                 "Engine steps that output threads have not handled",

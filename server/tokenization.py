@@ -14,8 +14,7 @@ from ftserve.server.wire import DetokenizeRequest, TokenizeRequest, parse, text_
 
 def answer_tokenize(worker: GenerationWorker, exchange: Exchange) -> None:
     """Answer with the token ids of a text, or of chat messages behind the template. Preprocess thread."""
-    body, exchange.body = exchange.body, b""
-    fields = parse(TokenizeRequest, body)
+    fields = parse(TokenizeRequest, exchange.take_body())
     if fields.model is not None:
         worker.check_model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
@@ -40,8 +39,7 @@ def answer_tokenize(worker: GenerationWorker, exchange: Exchange) -> None:
 
 def answer_detokenize(worker: GenerationWorker, exchange: Exchange) -> None:
     """Answer with the text of token ids, special tokens included. Preprocess thread."""
-    body, exchange.body = exchange.body, b""
-    fields = parse(DetokenizeRequest, body)
+    fields = parse(DetokenizeRequest, exchange.take_body())
     if fields.model is not None:
         worker.check_model(fields.model)
     if max(fields.tokens, default=0) >= worker.model.checkpoint.vocab_size:

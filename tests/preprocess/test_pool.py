@@ -59,6 +59,44 @@ def test_closing_abandons_what_waits_and_finishes_what_runs() -> None:
     assert (done, abandoned) == ([0], [1, 2])
 
 
+def test_a_job_that_comes_after_the_end_is_abandoned() -> None:
+    abandoned: list[int] = []
+    pool: PreprocessPool[int] = PreprocessPool(2, lambda number: lambda job: None, abandoned.append)
+    pool.start()
+    assert pool.close()
+    pool.put(7)
+    assert abandoned == [7]
+
+
+def test_jobs_put_while_the_pool_closes_run_once_or_are_abandoned_once() -> None:
+    """Producers race with `close`, again and again."""
+    for _ in range(30):
+        ended: Counter[int] = Counter()
+        lock = threading.Lock()
+
+        def end(job: int, ended: Counter[int] = ended, lock: threading.Lock = lock) -> None:
+            with lock:
+                ended[job] += 1
+
+        pool: PreprocessPool[int] = PreprocessPool(2, lambda number, end=end: end, end)  # type: ignore[misc]
+        pool.start()
+        barrier = threading.Barrier(5)
+
+        def produce(first: int, pool: PreprocessPool[int] = pool, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            for job in range(first, first + 200):
+                pool.put(job)
+
+        producers = [threading.Thread(target=produce, args=(1000 * k,)) for k in range(4)]
+        for producer in producers:
+            producer.start()
+        barrier.wait()
+        assert pool.close()
+        for producer in producers:
+            producer.join()
+        assert ended == Counter(1000 * k + job for k in range(4) for job in range(200))
+
+
 def test_a_worker_that_cannot_be_made_is_reported() -> None:
     def make_worker(number: int) -> Callable[[int], None]:
         raise OSError("no tokenizer")

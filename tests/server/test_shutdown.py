@@ -129,15 +129,14 @@ def test_answers_that_are_not_streamed_get_503_at_the_deadline(start_server: Sta
             await connection.send(post(CHAT, chat_body(max_tokens=8000)))
         async with await Connection.open(server.port) as half:
             await half.send(post(CHAT, chat_body())[:-10])
-            await asyncio.to_thread(wait_until, lambda: server.metric("http_requests_inside") == 3, "they are in")
+            await asyncio.to_thread(wait_until, lambda: server.metric("http_requests_inside") == 4, "they are in")
             server.send_signal(signal.SIGTERM)
-            statuses = [(await connection.read_answer()).status for connection in connections]
-            assert await half.is_closed_by_peer()
+            statuses = [(await connection.read_answer()).status for connection in (*connections, half)]
         for connection in connections:
             await connection.close()
         return statuses
 
-    assert asyncio.run(signal_and_read()) == [503] * 3
+    assert asyncio.run(signal_and_read()) == [503] * 4
     assert server.wait(10) == 0
 
 
