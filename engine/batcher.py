@@ -63,6 +63,7 @@ class ContinuousBatcher(Generic[L]):
         self._eos_ids = eos_token_ids
         self._sequences: dict[GenerationRequest, Sequence] = {}
         self._arrivals = 0
+        self._device_s = 0.0
 
     def add(self, request: GenerationRequest) -> None:
         self._refuse_impossible(request)
@@ -84,7 +85,7 @@ class ContinuousBatcher(Generic[L]):
         plan = self.scheduler.schedule()
         if plan.is_empty:
             return []
-        self._stamp_scheduled(plan)
+        began = self._stamp_scheduled(plan)
         sampled = plan.sampled()
         try:
             logits = self._runner.run(plan)
@@ -93,7 +94,9 @@ class ContinuousBatcher(Generic[L]):
                 raise
             return [self._blame(plan, exc)]
         self.scheduler.advance(plan)
-        return self._commit(sampled, self._sampler.sample(logits, sampled)) if sampled else []
+        tokens = self._sampler.sample(logits, sampled) if sampled else []
+        self._device_s += time.monotonic() - began
+        return self._commit(sampled, tokens)
 
     def num_running(self) -> int:
         return len(self.scheduler.running)
@@ -104,6 +107,9 @@ class ContinuousBatcher(Generic[L]):
     def kv_usage(self) -> float:
         pool = self.scheduler.pool
         return 1.0 - pool.num_free / pool.num_blocks
+
+    def device_seconds(self) -> float:
+        return self._device_s
 
     def describe(self) -> dict[str, str]:
         pool = self.scheduler.pool
@@ -130,12 +136,13 @@ class ContinuousBatcher(Generic[L]):
         if request.sampling.max_tokens < 1:
             raise InvalidRequestError("max_tokens must be at least 1.", param="max_tokens")
 
-    def _stamp_scheduled(self, plan: StepPlan) -> None:
+    def _stamp_scheduled(self, plan: StepPlan) -> float:
         now = time.monotonic()
         for sequence, _ in plan.prefills:
             times = sequence.request.times
             if not times.scheduled:
                 times.scheduled = now
+        return now
 
     def _commit(self, sampled: list[Sequence], tokens: list[int | None]) -> list[TokenEvent]:
         """Give each sequence its token and return the events."""

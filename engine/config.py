@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-EngineKind = Literal["torch", "null"]
-ENGINE_KINDS: tuple[EngineKind, ...] = ("torch", "null")
+EngineKind = Literal["torch", "null", "simulated"]
+ENGINE_KINDS: tuple[EngineKind, ...] = ("torch", "null", "simulated")
+STEP_SIZES: dict[EngineKind, tuple[int, int]] = {  # defaults of `max_num_seqs` and `max_num_batched_tokens`
+    "torch": (64, 512),
+    "null": (64, 512),
+    "simulated": (1024, 8192),  # as engines choose them on the devices that it simulates
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,11 +22,13 @@ class EngineConfig:
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     max_model_len: int | None = None  # tokens of prompt and output together; None: what the model allows
-    max_num_seqs: int = 64  # sequences that run at once
-    max_num_batched_tokens: int = 512  # prefill tokens a step
+    max_num_seqs: int = STEP_SIZES["torch"][0]  # sequences that run at once
+    max_num_batched_tokens: int = STEP_SIZES["torch"][1]  # prefill tokens a step
     kv_cache_gb: float = 2.0  # share of RAM for the KV cache on the CPU
     torch_threads: int | None = None  # CPU threads of the model's operators; None: the CPUs that we may use, less one
     null_step_ms: float = 0.0  # null engine: pause between steps
+    simulate: str = "h200-8b"  # simulated engine: a key of `simulated.PROFILES`
+    simulate_replicas: int = 1  # simulated engine: how many of these share each step evenly
 
     def resolve(self, *, model_max_len: int) -> EngineConfig:
         """Return a copy with `max_model_len` filled in and bounded by the model.

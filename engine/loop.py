@@ -84,6 +84,8 @@ class EngineStats:
     steps: int
     generated_tokens: int
     step_age_s: float  # since the last step or park began; large means stuck
+    device_busy_s: float  # since loaded: how long the device worked, and how long it waited for work
+    device_idle_s: float
 
 
 class EngineLoop:
@@ -97,7 +99,8 @@ class EngineLoop:
         self.native_id = 0
         self.description: dict[str, str] = {}
         self.steps = self.generated_tokens = self.num_live = self.num_running = self.num_waiting = 0
-        self.kv_usage = 0.0
+        self.kv_usage = self.device_busy_s = 0.0
+        self.loaded_at = 0.0  # time.monotonic()
         self.step_started = 0.0  # 0.0 while parked
         self.step_seconds = Histogram.exponential(0.0005, 2.0, 15)
         self._make_stepper = make_stepper
@@ -111,6 +114,7 @@ class EngineLoop:
         try:
             stepper = self._make_stepper()
             self.description = stepper.describe()
+            self.loaded_at = time.monotonic()
             self._enter(EngineState.READY)
             try:
                 self._serve(stepper)
@@ -124,7 +128,7 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         """Return a snapshot. Any thread."""
-        began = self.step_started
+        began, busy, now = self.step_started, self.device_busy_s, time.monotonic()
         return EngineStats(
             state=self.state,
             num_running=self.num_running,
@@ -133,7 +137,9 @@ class EngineLoop:
             kv_usage=self.kv_usage,
             steps=self.steps,
             generated_tokens=self.generated_tokens,
-            step_age_s=time.monotonic() - began if began else 0.0,
+            step_age_s=now - began if began else 0.0,
+            device_busy_s=busy,
+            device_idle_s=max(0.0, now - self.loaded_at - busy) if self.loaded_at else 0.0,
         )
 
     def _enter(self, state: EngineState) -> None:
@@ -152,7 +158,7 @@ class EngineLoop:
             self._emit(events)
             self.num_live = len(self._live)
             self.num_running, self.num_waiting = stepper.num_running(), stepper.num_waiting()
-            self.kv_usage = stepper.kv_usage()
+            self.kv_usage, self.device_busy_s = stepper.kv_usage(), stepper.device_seconds()
 
     def _park(self) -> list[Command]:
         self.step_started = 0.0

@@ -92,6 +92,9 @@ class NullStepper:
     def kv_usage(self) -> float:
         return 0.0
 
+    def device_seconds(self) -> float:
+        return 0.0
+
     def describe(self) -> dict[str, str]:
         return {"device": "none", "dtype": "none", "kv_capacity_tokens": "unbounded"}
 

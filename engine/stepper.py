@@ -39,6 +39,9 @@ class Stepper(Protocol):
     def kv_usage(self) -> float:
         """Return the used share of the KV cache, 0 to 1."""
 
+    def device_seconds(self) -> float:
+        """Return how long the device has worked since the start; the rest of the time it waited for us."""
+
     def describe(self) -> dict[str, str]:
         """Return what the start-up line says: device, dtype, kv_capacity_tokens."""
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from ftserve.engine.config import ENGINE_KINDS, EngineConfig
+from ftserve.engine.config import ENGINE_KINDS, STEP_SIZES, EngineConfig
 from ftserve.engine.errors import EngineDeadError, FtserveError
+from ftserve.engine.simulated import PROFILES
 from ftserve.server.config import DEFAULT_MODEL, ServerConfig, ThreadPlan, Tls, default_threads
 
 ENVIRONMENT_PREFIX = "FTSERVE_"
@@ -82,11 +83,13 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         device=options.device,
         dtype=options.dtype,
         max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs or STEP_SIZES[options.engine][0],
+        max_num_batched_tokens=options.max_num_batched_tokens or STEP_SIZES[options.engine][1],
         kv_cache_gb=options.kv_cache_gb,
         torch_threads=options.torch_threads,
         null_step_ms=options.null_step_ms,
+        simulate=options.simulate,
+        simulate_replicas=options.simulate_replicas,
     )
     return ServerConfig(
         model=options.model,
@@ -234,15 +237,23 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds that SIGTERM leaves to open requests",
     )
     inside = parser.add_argument_group("engine")
-    inside.add_argument("--engine", choices=ENGINE_KINDS, default=engine.kind, help="null answers without a model")
+    inside.add_argument(
+        "--engine",
+        choices=ENGINE_KINDS,
+        default=engine.kind,
+        help="null answers without a model; simulated does so at the pace of a GPU",
+    )
     inside.add_argument("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")
     inside.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default=engine.dtype, help="weights"
     )
     inside.add_argument("--max-model-len", type=_count, default=None, help="tokens of prompt and output together")
-    inside.add_argument("--max-num-seqs", type=_count, default=engine.max_num_seqs, help="sequences that run at once")
+    seqs, tokens = (", ".join(f"{kind} {sizes[k]}" for kind, sizes in STEP_SIZES.items()) for k in (0, 1))
     inside.add_argument(
-        "--max-num-batched-tokens", type=_count, default=engine.max_num_batched_tokens, help="tokens a step"
+        "--max-num-seqs", type=_count, default=None, help=f"sequences that run at once; if not given: {seqs}"
+    )
+    inside.add_argument(
+        "--max-num-batched-tokens", type=_count, default=None, help=f"prompt tokens a step; if not given: {tokens}"
     )
     inside.add_argument(
         "--kv-cache-gb", type=_amount, default=engine.kv_cache_gb, help="memory of the KV cache on the CPU"
@@ -255,6 +266,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     inside.add_argument(
         "--null-step-ms", type=_amount_or_none, default=engine.null_step_ms, help="null engine: time of a step"
+    )
+    inside.add_argument(
+        "--simulate",
+        choices=tuple(PROFILES),
+        default=engine.simulate,
+        help="simulated engine: which device and model",
+    )
+    inside.add_argument(
+        "--simulate-replicas",
+        type=_count,
+        default=engine.simulate_replicas,
+        help="simulated engine: how many of them share the load",
     )
     parser.add_argument(
         "--log-level",

@@ -129,6 +129,11 @@ class ServerCollector(Collector):
             ("engine_up", "1 if the engine can serve", float(stats.state is EngineState.READY)),
         ):
             yield GaugeMetricFamily(f"ftserve_{name}", documentation, value=value)
+        for name, documentation, total in (
+            ("device_busy_seconds", "Time that the device worked", stats.device_busy_s),
+            ("device_idle_seconds", "Time that the device waited for work", stats.device_idle_s),
+        ):
+            yield CounterMetricFamily(f"ftserve_{name}", documentation, value=total)
         yield _family("ftserve_engine_step_seconds", "Duration of an engine step", self._engine_steps)
 
     def _request_metrics(self, parts: list[Recorder]) -> Iterator[Metric]:

@@ -156,6 +156,15 @@ class Service:
                 max_model_len=self.model.max_model_len,
                 step_ms=config.null_step_ms,
             )
+        if config.kind == "simulated":
+            from ftserve.engine.simulated import SimulatedStepper
+
+            return SimulatedStepper(
+                config,
+                make_encoder(self.model.tokenizer_json, use_fastokens=False)(NULL_TEXT, False),
+                vocab_size=self._checkpoint.vocab_size,
+                max_model_len=self.model.max_model_len,
+            )
         from ftserve.engine.torch_stepper import TorchStepper
 
         return TorchStepper(config, self._checkpoint)
