@@ -19,7 +19,7 @@ class EngineConfig:
     """What the engine thread is told at its start. Values are copied into locals there."""
 
     kind: EngineKind = "torch"
-    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    device: str = "auto"  # auto | cpu | cuda | cuda:N; several, with commas between them, get an engine each
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     max_model_len: int | None = None  # tokens of prompt and output together; None: what the model allows
     max_num_seqs: int = STEP_SIZES["torch"][0]  # sequences that run at once
@@ -40,3 +40,7 @@ class EngineConfig:
         if wanted is not None and wanted > model_max_len:
             raise ValueError(f"--max-model-len {wanted} is more than the model's {model_max_len}")
         return replace(self, max_model_len=wanted or model_max_len)
+
+    def by_device(self) -> list[EngineConfig]:
+        """Return a configuration for each of the devices."""
+        return [replace(self, device=device.strip()) for device in self.device.split(",")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ class UnsupportedModelError(ValueError):
 
 
 _PROBE = "ftserve_probe"
+
+# transformers changes what the whole process shares while it loads (default dtype, initializers, its registry of
+# attention functions), so engines load one after the other, and none steps before all are loaded.
+LOADING = threading.Lock()
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -80,6 +80,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_live: int  # accepted and without a final event
+    num_ended: int  # got their final event
     kv_usage: float  # 0 to 1
     steps: int
     generated_tokens: int
@@ -91,18 +92,22 @@ class EngineStats:
 class EngineLoop:
     """Body and state of the engine thread."""
 
-    def __init__(self, make_stepper: Callable[[], Stepper], sinks: Sequence[EventSink]) -> None:
+    def __init__(
+        self, make_stepper: Callable[[], Stepper], sinks: Sequence[EventSink], *, thread_name: str = "ft-engine"
+    ) -> None:
         self.inbox: Inbox[Command] = make_inbox()
         self.state = EngineState.LOADING
         self.death: EngineDeadError | None = None
         self.loaded = threading.Event()  # set when the state leaves LOADING
         self.native_id = 0
         self.description: dict[str, str] = {}
-        self.steps = self.generated_tokens = self.num_live = self.num_running = self.num_waiting = 0
+        self.steps = self.generated_tokens = 0
+        self.num_live = self.num_running = self.num_waiting = self.num_ended = 0
         self.kv_usage = self.device_busy_s = 0.0
         self.loaded_at = 0.0  # time.monotonic()
         self.step_started = 0.0  # 0.0 while parked
         self.step_seconds = Histogram.exponential(0.0005, 2.0, 15)
+        self._thread_name = thread_name
         self._make_stepper = make_stepper
         self._sinks = tuple(sinks)
         self._live: set[GenerationRequest] = set()
@@ -110,7 +115,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until closed. The thread's target."""
-        self.native_id = name_this_thread("ft-engine")
+        self.native_id = name_this_thread(self._thread_name)
         try:
             stepper = self._make_stepper()
             self.description = stepper.describe()
@@ -134,6 +139,7 @@ class EngineLoop:
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_live=self.num_live,
+            num_ended=self.num_ended,
             kv_usage=self.kv_usage,
             steps=self.steps,
             generated_tokens=self.generated_tokens,
@@ -214,12 +220,14 @@ class EngineLoop:
             num_tokens += len(event.token_ids)
             if event.finish_reason is not None:
                 self._live.remove(event.request)  # KeyError here: a second final event, our bug
+                self.num_ended += 1
         self.generated_tokens += num_tokens
         return events
 
     def _end(self, request: GenerationRequest, reason: FinishReason, error: Exception | None = None) -> TokenEvent:
         """Make the final event of a request that the stepper does not end itself."""
         self._live.remove(request)
+        self.num_ended += 1
         return TokenEvent(request, (), reason, error=error)
 
     def _emit(self, events: list[TokenEvent]) -> None:

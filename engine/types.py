@@ -82,6 +82,7 @@ class GenerationRequest:
     route: object  # opaque to the engine: the receiver's own state
     deadline: float | None = None  # time.monotonic() seconds
     priority: int = 0  # smaller is sooner
+    replica: int = 0  # the engine that computes it, see `EngineRouter.place`
     cache_salt: bytes = b""  # separates tenants in the prefix cache
     times: RequestTimes = field(default_factory=RequestTimes)
 

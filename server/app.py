@@ -8,7 +8,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, generate_latest
 
 import ftserve
-from ftserve.engine.client import EngineClient
+from ftserve.engine.client import Engine
 from ftserve.engine.errors import ModelNotFoundError, OverloadedError
 from ftserve.engine.loop import EngineState
 from ftserve.preprocess.pool import PreprocessPool
@@ -45,7 +45,7 @@ class App:
     def __init__(
         self,
         model: ServedModel,
-        engine: EngineClient,
+        engine: Engine,
         pool: PreprocessPool[Job],
         admission: Admission,
         uploads: Uploads,

@@ -243,7 +243,9 @@ def _parser() -> argparse.ArgumentParser:
         default=engine.kind,
         help="null answers without a model; simulated does so at the pace of a GPU",
     )
-    inside.add_argument("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")
+    inside.add_argument(
+        "--device", default=engine.device, help="auto, cpu, cuda or cuda:N; several, with commas, get an engine each"
+    )
     inside.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default=engine.dtype, help="weights"
     )

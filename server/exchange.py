@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from random import getrandbits
 from typing import Any
 
-from ftserve.engine.client import EngineClient
+from ftserve.engine.client import Engine
 from ftserve.engine.types import GenerationRequest, RequestTimes
 from ftserve.server.admission import Place
 from ftserve.server.problems import Problem
@@ -98,7 +98,7 @@ class Exchange:
         self._lock = threading.Lock()
         self._body_taken = self._cancelled = self._ended = False
         self._requests: Sequence[GenerationRequest] = ()
-        self._engine: EngineClient | None = None
+        self._engine: Engine | None = None
         self._disconnect: Any = None
 
     def occupy(self, place: Place) -> None:
@@ -165,7 +165,7 @@ class Exchange:
         if not self._ended:  # ending cancels the watcher, which calls us too
             self.cancel()
 
-    def submit(self, engine: EngineClient, requests: Sequence[GenerationRequest]) -> bool:
+    def submit(self, engine: Engine, requests: Sequence[GenerationRequest]) -> bool:
         """Submit all of `requests`, unless the client has gone; then return False. Preprocess thread, once."""
         with self._lock:
             if self._cancelled:

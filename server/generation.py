@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ftserve.engine.client import EngineClient
+from ftserve.engine.client import Engine
 from ftserve.engine.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -62,7 +62,7 @@ class GenerationWorker:
     def __init__(
         self,
         model: ServedModel,
-        engine: EngineClient,
+        engine: Engine,
         recorder: Recorder,
         *,
         num_lanes: int,
@@ -158,6 +158,7 @@ class GenerationWorker:
             max_bytes=self._max_response_bytes,
         )
         self._lane = (self._lane + 1) % self._num_lanes
+        replicas = [self._engine.place(prompt) for prompt in prepared.prompts]
         requests = [
             GenerationRequest(
                 request_id=exchange.request_id,
@@ -168,8 +169,9 @@ class GenerationWorker:
                 route=reply,
                 deadline=times.arrival + self._timeout_s,
                 times=times,
+                replica=replica,
             )
-            for k, prompt in enumerate(prepared.prompts)
+            for k, (prompt, replica) in enumerate(zip(prepared.prompts, replicas, strict=True))
             for choice in range(n)
         ]
         reply.expect(requests, self.model.vocabulary, sum(map(len, prepared.prompts)))

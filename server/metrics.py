@@ -91,7 +91,7 @@ class ServerCollector(Collector):
         self,
         recorders: Callable[[], Iterable[Recorder]],
         engine: Callable[[], EngineStats],
-        engine_steps: Histogram,
+        engine_steps: Callable[[], Histogram],
         gauges: Mapping[str, tuple[str, Callable[[], float]]],
         gc_pauses: Histogram,
         version: str,
@@ -134,7 +134,7 @@ class ServerCollector(Collector):
             ("device_idle_seconds", "Time that the device waited for work", stats.device_idle_s),
         ):
             yield CounterMetricFamily(f"ftserve_{name}", documentation, value=total)
-        yield _family("ftserve_engine_step_seconds", "Duration of an engine step", self._engine_steps)
+        yield _family("ftserve_engine_step_seconds", "Duration of an engine step", self._engine_steps())
 
     def _request_metrics(self, parts: list[Recorder]) -> Iterator[Metric]:
         for name, documentation, field in (

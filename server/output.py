@@ -5,7 +5,7 @@ Guarantees:
     - What waits when the thread looks is handled in one go: several tokens of one stream become one chunk, and one
       write.
 
-Shared fields: the inbox, and two counters with one writer each (`_num_put`: engine thread, `_num_done`: this thread).
+Shared fields: the inbox, and counters with one writer each (`Feed.num_put`: its engine thread, `_num_done`: this one).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from ftserve.engine.inbox import Inbox, make_inbox
 from ftserve.engine.threads import name_this_thread
@@ -25,27 +26,48 @@ log = logging.getLogger("ftserve.output")
 _CLOSE: list[TokenEvent] = []  # an empty batch is never put by the engine
 
 
+class Feed:
+    """The way of one engine into an output thread; its `EventSink`."""
+
+    __slots__ = ("_output", "_put", "num_put")
+
+    def __init__(self, output: OutputThread, put: Callable[[list[TokenEvent]], None]) -> None:
+        self._output = output
+        self._put = put
+        self.num_put = 0
+
+    def put(self, batch: list[TokenEvent]) -> None:
+        self.num_put += 1
+        self._put(batch)
+
+    def lag(self) -> int:
+        return self._output.lag()
+
+
 class OutputThread:
-    """One lane: detokenizes, matches stop strings, formats and sends. The engine's `EventSink`."""
+    """One lane: detokenizes, matches stop strings, formats and sends."""
 
     def __init__(self, lane: int) -> None:
         self.lane = lane
         self.recorder = Recorder()
         self.native_id = 0
         self._inbox: Inbox[list[TokenEvent]] = make_inbox()
-        self._num_put = 0
+        self._feeds: list[Feed] = []  # complete before the first engine starts
         self._num_done = 0
         self._thread = threading.Thread(target=self._run, name=f"ftserve-out-{lane}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, batch: list[TokenEvent]) -> None:
-        self._num_put += 1
-        self._inbox.put(batch)
+    def feed(self) -> Feed:
+        """Return a new way in, for one engine."""
+        feed = Feed(self, self._inbox.put)
+        self._feeds.append(feed)
+        return feed
 
     def lag(self) -> int:
-        return self._num_put - self._num_done
+        """Return how many batches, of all engines, were put and not yet handled."""
+        return sum([feed.num_put for feed in self._feeds]) - self._num_done
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Handle what was put, then stop; False if that took longer. After the engine has been closed."""

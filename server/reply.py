@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ftserve.engine.client import EngineClient
+from ftserve.engine.client import Engine
 from ftserve.engine.errors import EngineError, RequestCancelledError
 from ftserve.engine.types import FinishReason, GenerationRequest, RequestTimes, TokenEvent, Usage
 from ftserve.preprocess.vocabulary import Vocabulary, json_escape
@@ -66,7 +66,7 @@ class Reply:
     def __init__(
         self,
         exchange: Exchange,
-        engine: EngineClient,
+        engine: Engine,
         reply_format: ReplyFormat,
         vocabulary: Vocabulary,
         *,

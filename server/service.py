@@ -12,17 +12,14 @@ from prometheus_client import CollectorRegistry
 
 import ftserve
 from ftserve.engine.checkpoint import Checkpoint, resolve
-from ftserve.engine.client import EngineClient
-from ftserve.engine.null import NULL_TEXT, NullStepper
-from ftserve.engine.stepper import Stepper
 from ftserve.engine.threads import name_this_thread
 from ftserve.preprocess.pool import PreprocessPool
-from ftserve.preprocess.tokens import make_encoder
 from ftserve.server.admission import Admission
 from ftserve.server.app import App
 from ftserve.server.auth import ApiKeys
 from ftserve.server.config import ServerConfig
 from ftserve.server.cors import Cors
+from ftserve.server.engines import make_engine
 from ftserve.server.garbage import GarbageKeeper
 from ftserve.server.generation import GenerationWorker, Job
 from ftserve.server.http import HttpServer, check_granian
@@ -55,10 +52,9 @@ class Service:
         assert engine_config.max_model_len is not None, "resolve fills it in"
         self.config = config
         self._engine_config = engine_config
-        self._checkpoint = checkpoint
         self.model = ServedModel.load(checkpoint, name=name, max_model_len=engine_config.max_model_len)
         self._outputs = [OutputThread(lane) for lane in range(config.threads.output)]
-        self.engine = EngineClient(self._make_stepper, self._outputs)
+        self.engine = make_engine(engine_config, self.model, self._outputs)
         self._recorders = [Recorder() for _ in range(config.threads.preprocess)]
         self._pool: PreprocessPool[Job] = PreprocessPool(config.threads.preprocess, self._make_worker, _abandon)
         self.admission = Admission(config.max_concurrent_requests, int(config.body_memory_gb * 2**30))
@@ -145,30 +141,6 @@ class Service:
         worker.warm_up()
         return worker
 
-    def _make_stepper(self) -> Stepper:
-        """Make the engine's inside; on the engine thread."""
-        config = self._engine_config
-        if config.kind == "null":
-            encode = make_encoder(self.model.tokenizer_json, use_fastokens=False)
-            return NullStepper(
-                encode(NULL_TEXT, False),
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=self.model.max_model_len,
-                step_ms=config.null_step_ms,
-            )
-        if config.kind == "simulated":
-            from ftserve.engine.simulated import SimulatedStepper
-
-            return SimulatedStepper(
-                config,
-                make_encoder(self.model.tokenizer_json, use_fastokens=False)(NULL_TEXT, False),
-                vocab_size=self._checkpoint.vocab_size,
-                max_model_len=self.model.max_model_len,
-            )
-        from ftserve.engine.torch_stepper import TorchStepper
-
-        return TorchStepper(config, self._checkpoint)
-
     def _collector(self) -> ServerCollector:
         gauges = {
             "http_requests_inside": ("Requests between head and last byte", self.admission.num_inside),
@@ -183,7 +155,7 @@ class Service:
         return ServerCollector(
             lambda: [*self._recorders, *(output.recorder for output in self._outputs)],
             self.engine.stats,
-            self.engine.loop.step_seconds,
+            self.engine.step_seconds,
             gauges,
             self._garbage.pauses,
             ftserve.__version__,
@@ -196,12 +168,13 @@ class Service:
         return f"try: curl {where}/v1/completions -H 'content-type: application/json' -d '{body}'"
 
     def _start_line(self) -> str:
-        threads, about = self.config.threads, self.engine.loop.description
+        threads, about = self.config.threads, self.engine.description
         gil = "on" if is_gil_enabled() else "off"
         return (
             f"serving {self.model.name} at {self.url} "
             f"(Python {platform.python_version()}, GIL {gil}; threads: {threads.http} http, "
-            f"{threads.preprocess} preprocess, {threads.output} output, 1 engine; engine {self._engine_config.kind}, "
+            f"{threads.preprocess} preprocess, {threads.output} output, "
+            f"{len(self._engine_config.by_device())} engine; engine {self._engine_config.kind}, "
             f"device {about['device']}, dtype {about['dtype']}, KV cache {about['kv_capacity_tokens']} tokens; "
             f"encoder {'fastokens' if self.model.use_fastokens else 'tokenizers'}, "
             f"context {self.model.max_model_len})"

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 
+from ftserve.engine.config import EngineConfig
 from ftserve.engine.null import NullStepper
 from ftserve.engine.types import GenerationRequest, TokenEvent
+from ftserve.server import engines
 from ftserve.server.cli import run
-from ftserve.server.service import Service
+from ftserve.server.model import ServedModel
 
 DEADLY = 13
 LOADING = "--while-loading"
@@ -29,16 +31,16 @@ class DyingStepper(NullStepper):
         return super().step()
 
 
-def make_dying_stepper(_service: Service) -> DyingStepper:
+def make_dying_stepper(_config: EngineConfig, _model: ServedModel) -> DyingStepper:
     return DyingStepper(range(1000, 1100), max_num_seqs=4, max_model_len=8192, step_ms=5)
 
 
-def fail_to_load(_service: Service) -> DyingStepper:
+def fail_to_load(_config: EngineConfig, _model: ServedModel) -> DyingStepper:
     raise RuntimeError("no memory at /dev/secret0")
 
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     make = fail_to_load if LOADING in arguments else make_dying_stepper
-    Service._make_stepper = make  # type: ignore[method-assign, assignment]
+    engines.make_stepper = make  # type: ignore[assignment]  # its parameters have other names
     run([argument for argument in arguments if argument != LOADING])

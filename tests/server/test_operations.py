@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.server.serving import MODEL, RunningServer, chat_body, completion_body
+from tests.server.serving import MODEL, RunningServer, chat_body, completion_body, wait_until
 
 Start = Callable[..., RunningServer]
 
@@ -93,3 +94,13 @@ def test_a_wrong_logit_bias_is_refused_by_name(null_server: RunningServer, bias:
     answer = null_server.chat(logit_bias=bias)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith("logit_bias")
+
+
+def test_two_devices_are_two_engines_that_share_the_work(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server("--device", "cpu,cpu", "--null-step-ms", "5", "--max-num-seqs", "2")
+    assert ", 2 engine;" in server.log()
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(server.chat, f"{k} words", max_tokens=400) for k in range(4)]
+        wait_until(lambda: server.metric("num_requests_running") == 4, "two run on each")
+        assert all(future.result().status_code == 200 for future in futures)
+    wait_until(server.is_idle, "all are out")

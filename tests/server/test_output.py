@@ -31,9 +31,10 @@ def test_a_reply_that_cannot_be_written_is_answered_recorded_and_forgotten(
     monkeypatch.setattr(Reply, "release", release)
     broken.reply._format = BrokenFormat()  # type: ignore[assignment]  # it has what is called
     output = OutputThread(0)
+    feed = output.feed()
     output.start()
     for reason in (None, FinishReason.LENGTH):
-        output.put([TokenEvent(run.requests[0], (65,), reason) for run in (broken, sound)])
+        feed.put([TokenEvent(run.requests[0], (65,), reason) for run in (broken, sound)])
     assert output.close(30)
     assert output.recorder.outcomes == {"failed": 1, "200": 1}
     assert sorted(map(id, released)) == sorted(map(id, [broken.reply, sound.reply]))

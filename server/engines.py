@@ -1,0 +1,51 @@
+"""Makes the engine, or one for each device and a router before them, as the configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from ftserve.engine.client import Engine, EngineClient
+from ftserve.engine.config import EngineConfig
+from ftserve.engine.null import NULL_TEXT, NullStepper
+from ftserve.engine.router import EngineRouter
+from ftserve.engine.stepper import Stepper
+from ftserve.preprocess.tokens import make_encoder
+from ftserve.server.model import ServedModel
+from ftserve.server.output import OutputThread
+
+
+def make_engine(config: EngineConfig, model: ServedModel, outputs: Sequence[OutputThread]) -> Engine:
+    """Return the engine, not started, that sends its events to `outputs`."""
+    engines = [
+        EngineClient(partial(make_stepper, one, model), [output.feed() for output in outputs], replica=replica)
+        for replica, one in enumerate(config.by_device())
+    ]
+    return engines[0] if len(engines) == 1 else EngineRouter(engines)
+
+
+def make_stepper(config: EngineConfig, model: ServedModel) -> Stepper:
+    """Make the engine's inside; on the engine thread, for seconds to minutes."""
+    if config.kind == "null":
+        return NullStepper(
+            null_tokens(model),
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=model.max_model_len,
+            step_ms=config.null_step_ms,
+        )
+    if config.kind == "simulated":
+        from ftserve.engine.simulated import SimulatedStepper
+
+        return SimulatedStepper(
+            config, null_tokens(model), vocab_size=model.checkpoint.vocab_size, max_model_len=model.max_model_len
+        )
+    from ftserve.engine.loader import LOADING
+    from ftserve.engine.torch_stepper import TorchStepper
+
+    with LOADING:
+        return TorchStepper(config, model.checkpoint)
+
+
+def null_tokens(model: ServedModel) -> Sequence[int]:
+    """Return the tokens of what engines without a model say."""
+    return make_encoder(model.tokenizer_json, use_fastokens=False)(NULL_TEXT, False)
