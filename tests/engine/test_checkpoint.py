@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftserve.engine import checkpoint
-from ftserve.engine.checkpoint import Checkpoint, CheckpointError, resolve
+from ftserve.engine.checkpoint import Checkpoint, CheckpointError, Normalization, VisionInputs, resolve
 
 CONFIG = {"model_type": "llama", "vocab_size": 100, "max_position_embeddings": 64, "eos_token_id": 3, "bos_token_id": 1}
 
@@ -31,7 +31,7 @@ def test_the_least_a_model_can_say(directory: Path) -> None:
     assert (read.model_max_len, read.vocab_size, read.bos_token_id) == (64, 100, 1)
     assert read.eos_token_ids == {3}
     assert read.chat_template is None
-    assert (read.special_tokens, read.generation_defaults, read.is_multimodal) == ({}, {}, False)
+    assert (read.special_tokens, read.generation_defaults, read.vision) == ({}, {}, None)
     assert Checkpoint.read(directory, name="shown").name == "shown"
 
 
@@ -45,12 +45,32 @@ def test_a_text_config_inside_is_found(directory: Path) -> None:
     text = {"vocab_size": 200, "max_position_embeddings": 32, "eos_token_id": 9}
     write(directory, "config.json", {"model_type": "qwen2_vl", "text_config": text, "vision_config": {}})
     read = Checkpoint.read(directory)
-    assert (read.model_max_len, read.vocab_size, read.eos_token_ids, read.is_multimodal) == (
-        32,
-        200,
-        frozenset({9}),
-        True,
+    assert (read.model_max_len, read.vocab_size, read.eos_token_ids) == (32, 200, frozenset({9}))
+    assert (read.model_type, read.vision) == ("qwen2_vl", None)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["a file each", "one file"])
+def test_how_pictures_are_shown_is_found(directory: Path, nested: bool) -> None:
+    write(directory, "config.json", CONFIG | {"vision_config": {}, "image_token_id": 7, "video_token_id": 8})
+    image, video = {"image_mean": [0.1], "image_std": [0.2]}, {"image_mean": [0.3], "image_std": [0.4]}
+    if nested:
+        write(directory, "processor_config.json", {"image_processor": image, "video_processor": video})
+    else:
+        write(directory, "preprocessor_config.json", image)
+        write(directory, "video_preprocessor_config.json", video)
+    assert Checkpoint.read(directory).vision == VisionInputs(
+        image_token_id=7,
+        video_token_id=8,
+        image=Normalization(mean=(0.1,), std=(0.2,)),
+        video=Normalization(mean=(0.3,), std=(0.4,)),
     )
+
+
+def test_a_model_without_video_or_processor_has_defaults(directory: Path) -> None:
+    write(directory, "config.json", CONFIG | {"vision_config": {}, "image_token_index": 7})
+    vision = Checkpoint.read(directory).vision
+    assert vision is not None
+    assert (vision.image_token_id, vision.video_token_id, vision.image) == (7, None, Normalization())
 
 
 @pytest.mark.parametrize(
