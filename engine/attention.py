@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from ftserve.engine.kernels import DecodeKernel
 from ftserve.engine.kv_cache import KVCache
-from ftserve.engine.native import DecodeKernel
 
 IMPLEMENTATION = "ftserve"  # name under which transformers knows us
 

@@ -56,8 +56,8 @@ class Task(ctypes.Structure):
     )
 
 
-class DecodeKernel:
-    """The kernel, ready to be called. Engine thread only."""
+class CppDecode:
+    """The `DecodeKernel` of a CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._call: Callable[..., Any] = library.ftserve_paged_decode
@@ -81,12 +81,7 @@ class DecodeKernel:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """Store the keys and values of N tokens, then attend each to its sequence's cache.
-
-        `query` [heads, N, head_dim], `key` and `value` [kv_heads, N, head_dim], with dense last dimensions; `keys` and
-        `values` a layer's cache; `tables` int32 [N, …], `lens` int64 [N], `sinks` float32 [heads]; `output`
-        [N, heads, head_dim]. All on the CPU and, where nothing else is said, of one of `DTYPES`.
-        """
+        """See `DecodeKernel`; tensors are of one of `DTYPES`."""
         heads, tokens, head_dim = query.shape
         _, block_size, kv_heads, _ = keys.shape
         task = Task(
@@ -125,7 +120,7 @@ def supports(device: torch.device, dtype: torch.dtype, shapes: list[LayerShape])
     return device.type == "cpu" and dtype in DTYPES and all(shape.key_dim == shape.value_dim for shape in shapes)
 
 
-def load_decode_kernel() -> DecodeKernel | None:
+def load_decode_kernel() -> CppDecode | None:
     """Return the kernel, building it first where the cache lacks it (seconds); None where it cannot be built."""
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
@@ -135,7 +130,7 @@ def load_decode_kernel() -> DecodeKernel | None:
     try:
         if not library.is_file():
             _build(compiler, library)
-        return DecodeKernel(ctypes.CDLL(str(library)))
+        return CppDecode(ctypes.CDLL(str(library)))
     except (OSError, subprocess.SubprocessError) as exc:
         log.warning("decode attention runs on stock operators, several times slower: %s", exc)
         return None

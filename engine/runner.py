@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ftserve.engine.attention import PagedBatch, PromptChunk
+from ftserve.engine.kernels import DecodeKernel
 from ftserve.engine.kv_cache import KVCache
-from ftserve.engine.native import DecodeKernel
 from ftserve.engine.scheduler import StepPlan
 
 

@@ -7,12 +7,13 @@ import os
 import torch
 from torch import Tensor
 
-from ftserve.engine import loader, native, packed
+from ftserve.engine import loader, packed
 from ftserve.engine.batcher import ContinuousBatcher
 from ftserve.engine.blocks import BLOCK_SIZE, BlockPool
 from ftserve.engine.checkpoint import Checkpoint
 from ftserve.engine.config import EngineConfig
 from ftserve.engine.errors import InvalidRequestError
+from ftserve.engine.kernels import choose_decode_kernel
 from ftserve.engine.kv_cache import KVCache, LayerShape
 from ftserve.engine.runner import ModelRunner
 from ftserve.engine.sampler import Sampler
@@ -52,7 +53,7 @@ class TorchStepper(ContinuousBatcher[Tensor]):
                 cache,
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=max_model_len,
-                kernel=native.load_decode_kernel() if native.supports(self._device, self._dtype, shapes) else None,
+                kernel=choose_decode_kernel(self._device, self._dtype, shapes),
             ),
             Sampler(checkpoint.vocab_size, self._device),
             vocab_size=checkpoint.vocab_size,
