@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ftserve.engine.errors import EngineRequestError, InvalidRequestError, RequestTooLongError
 from ftserve.engine.scheduler import Scheduler, SchedulerStatistics, StepPlan
 from ftserve.engine.sequence import Sequence
-from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent
+from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
 
 log = logging.getLogger("ftserve.engine")
 
@@ -25,7 +26,7 @@ class Runner(Protocol[L_co]):
     """What computes logits; `ModelRunner`, or something without a model."""
 
     def run(self, plan: StepPlan) -> L_co:
-        """Return logits, a row for each of `plan.sampled()`.
+        """Return logits: a row for each of `plan.sampled()`, then those of `plan.scored()`.
 
         Raises:
             MemoryError: the device has not enough memory for this step.
@@ -35,11 +36,21 @@ class Runner(Protocol[L_co]):
         """Make blocks harmless that hold values which are no numbers."""
 
 
+class Sampled(NamedTuple):
+    """What a sampler made of one step."""
+
+    tokens: list[int | None]  # one for each sequence; None where its logits are no numbers
+    logprobs: Mapping[int, TokenLogprobs] = {}  # by place in the batch, of those who asked
+
+
 class TokenSampler(Protocol[L_contra]):
     """What chooses tokens from a runner's logits."""
 
-    def sample(self, logits: L_contra, sequences: list[Sequence]) -> list[int | None]:
-        """Return a token for each sequence; None where its logits are no numbers."""
+    def sample(self, logits: L_contra, sequences: list[Sequence]) -> Sampled:
+        """Choose a token for each sequence."""
+
+    def score_prompts(self, logits: L_contra, chunks: list[tuple[Sequence, int]]) -> None:
+        """Add to `prompt_logprobs` of each sequence of `plan.scored()` how likely its next prompt tokens were."""
 
 
 class ContinuousBatcher(Generic[L]):
@@ -89,14 +100,16 @@ class ContinuousBatcher(Generic[L]):
         sampled = plan.sampled()
         try:
             logits = self._runner.run(plan)
+            if scored := plan.scored():
+                self._sampler.score_prompts(logits, scored)
         except MemoryError as exc:
             if not plan.prefills:
                 raise
             return [self._blame(plan, exc)]
         self.scheduler.advance(plan)
-        tokens = self._sampler.sample(logits, sampled) if sampled else []
+        result = self._sampler.sample(logits, sampled) if sampled else Sampled([])
         self._device_s += time.monotonic() - began
-        return self._commit(sampled, tokens)
+        return self._commit(sampled, result)
 
     def num_running(self) -> int:
         return len(self.scheduler.running)
@@ -144,11 +157,11 @@ class ContinuousBatcher(Generic[L]):
                 times.scheduled = now
         return now
 
-    def _commit(self, sampled: list[Sequence], tokens: list[int | None]) -> list[TokenEvent]:
-        """Give each sequence its token and return the events."""
+    def _commit(self, sequences: list[Sequence], sampled: Sampled) -> list[TokenEvent]:
+        """Give each sequence its token and return the events, in the order of the sequences."""
         now = time.monotonic()
         events = []
-        for sequence, token in zip(sampled, tokens, strict=True):
+        for sequence, token in zip(sequences, sampled.tokens, strict=True):
             request = sequence.request
             if token is None:
                 events.append(self._fail(sequence, EngineRequestError("The model's output is not a number.")))
@@ -158,6 +171,7 @@ class ContinuousBatcher(Generic[L]):
             if sequence.output_len == 1:
                 request.times.first_token = now
                 event.num_cached_tokens = sequence.num_cached
+                event.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
             if reason is not None:
                 event.finish_reason = reason
                 if reason is FinishReason.STOP:
@@ -166,6 +180,9 @@ class ContinuousBatcher(Generic[L]):
                 del self._sequences[request]
                 self.scheduler.remove(sequence)
             events.append(event)
+        for row, logprobs in sampled.logprobs.items():
+            if events[row].token_ids:
+                events[row].logprobs = (logprobs,)
         return events
 
     def _blame(self, plan: StepPlan, cause: Exception) -> TokenEvent:

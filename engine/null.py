@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from ftserve.engine.errors import InvalidRequestError
-from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent
+from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
 
 NULL_TEXT = (
     " The answer took a while to arrive, and when it did nobody in the room had expected it to be so short. "
@@ -21,10 +21,20 @@ NULL_TEXT = (
 )
 
 
+def scripted_logprobs(script: Sequence[int], at: int, count: int) -> TokenLogprobs:
+    """Return certainty of the token at `at` of the endless script; the next ones each seem e times less likely."""
+    tops = [script[(at + k) % len(script)] for k in range(count)]
+    return TokenLogprobs(script[at % len(script)], 0.0, 1, tops, [-float(k) for k in range(count)])
+
+
 class NullStepper:
-    """Emits `script` from its start, over and over, to each of up to `max_num_seqs` running requests."""
+    """Emits `script` from its start, over and over, to each of up to `max_num_seqs` running requests.
+
+    It chooses nothing, so sampling parameters and grammars have no effect on it.
+    """
 
     def __init__(self, script: Sequence[int], *, max_num_seqs: int, max_model_len: int, step_ms: float = 0.0) -> None:
+        self._ids = list(script)
         self._script = [(token_id,) for token_id in script]  # made once: events share these tuples
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
@@ -50,7 +60,9 @@ class NullStepper:
             request = next(iter(waiting))
             del waiting[request]
             request.times.scheduled = time.monotonic()
-            running[request] = self._generate(request)
+            sampling = request.sampling
+            is_plain = sampling.num_logprobs is None and sampling.num_prompt_logprobs is None
+            running[request] = self._generate(request) if is_plain else self._score(request)
         events = [next(sequence) for sequence in running.values()]
         for request in self._ended:
             request.times.finished = time.monotonic()
@@ -75,6 +87,17 @@ class NullStepper:
             yield TokenEvent(request, token_ids, FinishReason.STOP, token_ids[0])
         else:
             yield TokenEvent(request, token_ids, FinishReason.LENGTH)
+
+    def _score(self, request: GenerationRequest) -> Iterator[TokenEvent]:
+        """Yield the events of a sequence whose tokens' probabilities are wanted."""
+        sampling = request.sampling
+        for at, event in enumerate(self._generate(request)):
+            if sampling.num_logprobs is not None:
+                event.logprobs = (scripted_logprobs(self._ids, at, sampling.num_logprobs),)
+            if at == 0 and sampling.num_prompt_logprobs is not None:
+                prompt, count = request.prompt_ids, sampling.num_prompt_logprobs
+                event.prompt_logprobs = [None, *(scripted_logprobs(prompt, k, count) for k in range(1, len(prompt)))]
+            yield event
 
     def _pace(self) -> None:
         if self._step_s:

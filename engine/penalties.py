@@ -34,6 +34,11 @@ class Adjustments:
         said = list(self._said.values())
         self._penalties = Penalties([row for row, _ in penalized], said, self._device) if penalized else None
 
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether `apply` would change nothing."""
+        return self._bias is None and self._penalties is None and not self._short
+
     def apply(self, logits: Tensor) -> None:
         """Adjust float32 `logits` [S, vocabulary] in place."""
         if self._bias is not None:

@@ -50,7 +50,7 @@ class ModelRunner:
         for sequence in plan.regrown:  # first of all: a plan is told only once, even if what follows fails
             self._tables[sequence.slot, : len(sequence.blocks)] = sequence.blocks
         token_ids, positions = self._tokens(plan)
-        rows_to_keep = self._sampled_rows(plan)
+        rows_to_keep = self._rows_to_keep(plan)
         output = self._model(
             input_ids=self._upload(token_ids)[None],
             position_ids=self._upload(positions)[None],
@@ -78,14 +78,17 @@ class ModelRunner:
             positions += range(start, start + count)
         return np.array(token_ids, np.int64), np.array(positions, np.int64)
 
-    def _sampled_rows(self, plan: StepPlan) -> np.ndarray:
+    def _rows_to_keep(self, plan: StepPlan) -> np.ndarray:
         rows = list(range(len(plan.decodes)))
-        end = len(rows)
+        begin = len(rows)
+        scored: list[int] = []
         for sequence, count in plan.prefills:
-            end += count
+            if sequence.scores_prompt:
+                scored += range(begin, begin + min(count, sequence.prompt_len - 1 - sequence.num_computed))
+            begin += count
             if count == sequence.num_pending:
-                rows.append(end - 1)
-        return np.array(rows, np.int64)
+                rows.append(begin - 1)
+        return np.array(rows + scored, np.int64)
 
     def _paged_batch(self, plan: StepPlan, positions: np.ndarray) -> PagedBatch:
         """Return where the tokens of the step, at `positions` of their sequences, find their cache."""

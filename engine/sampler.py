@@ -1,7 +1,7 @@
 """Choose one token per row of logits. Batched on the device; a batch that uses no extras pays for none.
 
-In the order of application: logit bias and `min_tokens`, repetition, frequency and presence penalties, temperature,
-min-p, top-k, top-p (of what top-k left), draw.
+In the order of application: logit bias and `min_tokens`, repetition, frequency and presence penalties, what may not be
+said at all (`constraints.py`), temperature, min-p, top-k, top-p (of what top-k left), draw.
 
 A draw depends on the row's logits and on one number from [0, 1) that is a function of (seed, index of the choice,
 index of the token) alone: no generator, no state. So the same seed gives the same text whatever else is in the batch,
@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ftserve.engine.batcher import Sampled
+from ftserve.engine.logprobs import ScoredRows, score_prompts
 from ftserve.engine.penalties import Adjustments
 from ftserve.engine.sequence import Sequence
 
@@ -44,22 +46,21 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._adjustments = Adjustments(vocab_size, device)
-        self._key: tuple[int, ...] = ()  # the sequences that `_draws` and `_adjustments` are made for
+        self._key: tuple[int, ...] = ()  # the sequences that the fields below are made for
         self._draws: Draws | None = None
+        self._scored: ScoredRows | None = None
         self._wide = torch.empty(0, vocab_size, dtype=torch.float32, device=device)  # see `_widen`
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int | None]:
-        """Return a token for each sequence from its row of `logits` [S, vocabulary]; None where they are no numbers.
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> Sampled:
+        """Choose a token for each sequence from its row of `logits` [at least S, vocabulary].
 
         Logits that are float32 may be overwritten.
         """
-        key = tuple([sequence.arrival for sequence in sequences])
-        if key != self._key:
-            self._key = key
-            self._draws = Draws.of(sequences, self._device)
-            self._adjustments.describe(sequences)
-        logits = self._widen(logits)
+        self._describe(sequences)
+        logits = self._widen(logits[: len(sequences)])
+        scored = self._scored
+        raw = None if scored is None else scored.take(logits, copy=not self._adjustments.is_idle)
         self._adjustments.apply(logits)
         largest, chosen = _find_largest(logits)
         if self._draws is not None:
@@ -69,7 +70,20 @@ class Sampler:
         for row, value in enumerate(largest.tolist()):
             if value - value != 0.0:
                 tokens[row] = None
-        return tokens
+        return Sampled(tokens, {} if scored is None or raw is None else scored.score(raw, chosen))
+
+    @torch.inference_mode()
+    def score_prompts(self, logits: Tensor, chunks: list[tuple[Sequence, int]]) -> None:
+        """Note how likely prompt tokens were; their rows are the last ones of `logits`."""
+        score_prompts(logits[len(logits) - sum(count for _, count in chunks) :], chunks)
+
+    def _describe(self, sequences: list[Sequence]) -> None:
+        key = tuple([sequence.arrival for sequence in sequences])
+        if key != self._key:
+            self._key = key
+            self._draws = Draws.of(sequences, self._device)
+            self._scored = ScoredRows.of(sequences, self._device)
+            self._adjustments.describe(sequences)
 
     def _widen(self, logits: Tensor) -> Tensor:
         """Return `logits` in float32, in memory that is used again: fresh pages cost more than the conversion."""

@@ -44,6 +44,10 @@ class StepPlan:
         """Return the sequences that get a token from this step, in the order of the flat batch."""
         return self.decodes + [s for s, count in self.prefills if count == s.num_pending]
 
+    def scored(self) -> list[tuple[Sequence, int]]:
+        """Return whose chunks' logits are wanted, and of how many tokens: of those that a prompt token follows."""
+        return [(s, min(count, s.prompt_len - 1 - s.num_computed)) for s, count in self.prefills if s.scores_prompt]
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
@@ -226,7 +230,7 @@ class Scheduler:
 
     def _find_known(self, sequence: Sequence) -> list[int]:
         """Return known blocks of a prefix that leaves at least one token to compute: its logits are needed."""
-        if not self._use_prefix_cache:
+        if not self._use_prefix_cache or sequence.scores_prompt:
             return []
         count = (len(sequence.token_ids) - 1) // self.pool.block_size
         return self.pool.find(self._name(sequence, index) for index in range(count))
@@ -238,7 +242,7 @@ class Scheduler:
         of one request.
         """
         size = self.pool.block_size
-        if not self._use_prefix_cache or num_known >= (len(sequence.token_ids) - 1) // size:
+        if num_known >= (len(sequence.token_ids) - 1) // size or not self._use_prefix_cache or sequence.scores_prompt:
             return False
         name = self._name(sequence, num_known)
         return any(

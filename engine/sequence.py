@@ -6,7 +6,7 @@ import enum
 import random
 from collections.abc import Collection
 
-from ftserve.engine.types import FinishReason, GenerationRequest
+from ftserve.engine.types import FinishReason, GenerationRequest, TokenLogprobs
 
 
 class SequenceState(enum.Enum):
@@ -34,6 +34,7 @@ class Sequence:
         "num_computed",
         "num_preemptions",
         "prompt_len",
+        "prompt_logprobs",
         "request",
         "seed",
         "slot",
@@ -53,11 +54,17 @@ class Sequence:
         self.prompt_len = len(self.token_ids)
         self.max_len = min(self.prompt_len + sampling.max_tokens, max_model_len)
         self.min_len = self.prompt_len + sampling.min_tokens
-        self.stop_ids = sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids.union(eos_ids)
+        self.stop_ids = sampling.stop_token_ids
+        if not sampling.ignore_eos or sampling.grammar is not None:  # behind a grammar's end nothing may follow
+            self.stop_ids = self.stop_ids.union(eos_ids)
         self.seed = random.getrandbits(64) if sampling.seed is None else sampling.seed
         self.num_computed = 0  # tokens whose keys and values are in the cache
         self.num_cached = 0  # of the prompt: found in the prefix cache when first scheduled
         self.num_preemptions = 0
+        # Of the prompt tokens seen so far, if they are wanted.
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if sampling.num_prompt_logprobs is None else [None]
+        )
         self.blocks: list[int] = []  # cache blocks in the order of the tokens
         self.block_hashes: list[bytes] = []  # of the full blocks, as far as they were needed
         self.slot = -1  # row of the runner's per-sequence tables; -1 while it has none
@@ -75,6 +82,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Return how many tokens are known and not computed; 1 when decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Tell whether logits of all prompt tokens are needed, so that none may come from the prefix cache."""
+        return self.prompt_logprobs is not None and len(self.token_ids) == self.prompt_len
 
     @property
     def must_go_on(self) -> bool:

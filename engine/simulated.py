@@ -19,9 +19,10 @@ import time
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
-from ftserve.engine.batcher import ContinuousBatcher
+from ftserve.engine.batcher import ContinuousBatcher, Sampled
 from ftserve.engine.blocks import BLOCK_SIZE, BlockPool
 from ftserve.engine.config import EngineConfig
+from ftserve.engine.null import scripted_logprobs
 from ftserve.engine.scheduler import Scheduler, StepPlan
 from ftserve.engine.sequence import Sequence
 
@@ -141,14 +142,28 @@ class SimulatedRunner:
 
 
 class ScriptSampler:
-    """Gives every sequence the same text, from its start and over and over."""
+    """Gives every sequence the same text, from its start and over and over; grammars have no effect on it."""
 
     def __init__(self, script: Ids[int]) -> None:
         self._script = tuple(script)
 
-    def sample(self, _logits: None, sequences: list[Sequence]) -> list[int | None]:
+    def sample(self, _logits: None, sequences: list[Sequence]) -> Sampled:
         script = self._script
-        return [script[sequence.output_len % len(script)] for sequence in sequences]
+        return Sampled(
+            [script[sequence.output_len % len(script)] for sequence in sequences],
+            {
+                row: scripted_logprobs(script, sequence.output_len, count)
+                for row, sequence in enumerate(sequences)
+                if (count := sequence.request.sampling.num_logprobs) is not None
+            },
+        )
+
+    def score_prompts(self, _logits: None, chunks: list[tuple[Sequence, int]]) -> None:
+        for sequence, count in chunks:
+            scores, wanted = sequence.prompt_logprobs, sequence.request.sampling.num_prompt_logprobs
+            if scores is not None and wanted is not None:
+                begin = len(scores)
+                scores += [scripted_logprobs(sequence.token_ids, begin + k, wanted) for k in range(count)]
 
 
 class SimulatedStepper(ContinuousBatcher[None]):

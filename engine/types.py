@@ -11,11 +11,13 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from ftserve.engine.grammar import Grammar
 
 
 class FinishReason(enum.Enum):
@@ -46,7 +48,12 @@ class SamplingParams:
     include_stop: bool = False  # whether the text keeps the stop string that ended it
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
-    num_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()  # no others may be chosen; empty allows all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output may not hold
+    num_logprobs: int | None = None  # 0: of the chosen token only; None: of none
+    num_prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    grammar: Grammar | None = None  # what the output has to look like; its end ends the sequence, `ignore_eos` or not
+    grammar_after: tuple[int, ...] = ()  # the grammar begins behind this sequence of output tokens; empty: at once
 
 
 @dataclass(slots=True)
@@ -134,6 +141,16 @@ class GenerationRequest:
         return self.deadline is not None and (time.monotonic() if now is None else now) >= self.deadline
 
 
+class TokenLogprobs(NamedTuple):
+    """How likely a token was: from the float32 log-softmax of the model's own logits, before anything adjusts them."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 for the likeliest
+    top_ids: Sequence[int]  # the likeliest tokens, in descending order; as many as were asked for
+    top_logprobs: Sequence[float]
+
+
 @dataclass(slots=True, eq=False)
 class TokenEvent:
     """News of one sequence from one step: tokens, and at its end exactly one finish reason.
@@ -148,6 +165,8 @@ class TokenEvent:
     stop_token_id: int | None = None  # the token in `token_ids[-1]` that ended it; it is not part of the text
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache saved; set on the first event
     error: Exception | None = None  # with FinishReason.ERROR; an FtserveError when it may be shown
+    logprobs: Sequence[TokenLogprobs] | None = None  # one for each of `token_ids`, if asked for
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # on the first event; the first token has None
 
 
 @dataclass(frozen=True, slots=True)

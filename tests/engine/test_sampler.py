@@ -42,6 +42,12 @@ def make_sequence() -> Any:
     return make
 
 
+def choose(sampler: Any, logits: Any, sequences: list[Sequence]) -> list[int | None]:
+    """Return the token that each sequence gets."""
+    tokens: list[int | None] = sampler.sample(logits, sequences).tokens
+    return tokens
+
+
 LOGITS = [0.31, -1.03, 2.07, 0.29, 1.53, -3.01, 0.02, 0.93, -0.51, 1.21]  # no two equal, nor by a few penalties
 
 
@@ -81,7 +87,7 @@ def test_draws_follow_the_formulas(torch: Any, sampler: Any, make_sequence: Any,
     count = 4000
     sequences = [make_sequence(**options) for _ in range(count)]
     probabilities = expected_distribution(torch, LOGITS, sequences[0].request.sampling)
-    drawn = Counter(sampler.sample(torch.tensor([LOGITS] * count), sequences))
+    drawn = Counter(choose(sampler, torch.tensor([LOGITS] * count), sequences))
     possible = [token for token in range(10) if probabilities[token] > 0]
     assert set(drawn) <= set(possible)
     statistic = sum(
@@ -96,7 +102,7 @@ def test_draws_of_one_sequence_are_independent(torch: Any, sampler: Any, make_se
     pairs: Counter[tuple[Any, Any]] = Counter()
     previous = None
     for _ in range(4000):
-        token = sampler.sample(torch.tensor([[0.0, 0.0]]), [sequence])[0]
+        token = choose(sampler, torch.tensor([[0.0, 0.0]]), [sequence])[0]
         sequence.append(token)
         pairs[previous, token] += 1
         previous = token
@@ -117,7 +123,7 @@ def test_any_size_of_vocabulary_and_of_its_head(
     logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(0)) * 0.1
     largest = logits.argsort(descending=True, dim=-1)
     sequences = [make_sequence(**options) for _ in range(5)]
-    for row, token in enumerate(sampler.sample(logits, sequences)):
+    for row, token in enumerate(choose(sampler, logits, sequences)):
         assert token is not None
         assert 0 <= token < vocab_size
         if options.get("top_k"):
@@ -135,8 +141,8 @@ def test_rows_are_independent_of_their_neighbours(torch: Any, sampler: Any, make
     ]
     logits = torch.randn(60, 10, generator=torch.Generator().manual_seed(1))
     options = [variants[i % len(variants)] | {"seed": i} for i in range(60)]
-    together = sampler.sample(logits.clone(), [make_sequence(**o) for o in options])
-    alone = [sampler.sample(logits[i : i + 1].clone(), [make_sequence(**o)])[0] for i, o in enumerate(options)]
+    together = choose(sampler, logits.clone(), [make_sequence(**o) for o in options])
+    alone = [choose(sampler, logits[i : i + 1].clone(), [make_sequence(**o)])[0] for i, o in enumerate(options)]
     assert together == alone
 
 
@@ -145,7 +151,7 @@ def test_equal_logits_pass_a_filter_together(torch: Any, make_sequence: Any) -> 
 
     sampler = Sampler(200, torch.device("cpu"))
     logits = torch.zeros(3000, 200)
-    drawn = set(sampler.sample(logits, [make_sequence(top_k=5) for _ in range(3000)]))
+    drawn = set(choose(sampler, logits, [make_sequence(top_k=5) for _ in range(3000)]))
     assert len(drawn) == 200
 
 
@@ -155,14 +161,14 @@ def test_rows_that_are_no_numbers_give_none_and_leave_others_alone(
     torch: Any, sampler: Any, make_sequence: Any, options: dict[str, Any], broken: list[float]
 ) -> None:
     good, bad, also_good = (make_sequence(**options) for _ in range(3))
-    tokens = sampler.sample(torch.tensor([LOGITS, broken, LOGITS]), [good, bad, also_good])
+    tokens = choose(sampler, torch.tensor([LOGITS, broken, LOGITS]), [good, bad, also_good])
     assert tokens[1] is None
     assert None not in (tokens[0], tokens[2])
 
 
 def test_a_tiny_temperature_is_greedy(torch: Any, sampler: Any, make_sequence: Any) -> None:
     sequences = [make_sequence(temperature=1e-9) for _ in range(50)]
-    assert set(sampler.sample(torch.tensor([LOGITS] * 50), sequences)) == {2}
+    assert set(choose(sampler, torch.tensor([LOGITS] * 50), sequences)) == {2}
 
 
 def test_uniform_is_spread_over_its_range() -> None:
@@ -177,10 +183,10 @@ def test_bias_and_min_tokens(torch: Any, sampler: Any, make_sequence: Any) -> No
     biased = make_sequence(temperature=0.0, logit_bias=((5, 100.0), (2, -100.0)))
     early = make_sequence(temperature=0.0, min_tokens=2, eos=[2, 4])
     sequences = [biased, early]
-    tokens = [sampler.sample(torch.tensor([LOGITS, LOGITS]), sequences)]
+    tokens = [choose(sampler, torch.tensor([LOGITS, LOGITS]), sequences)]
     for _ in range(2):
         early.append(0)
-        tokens.append(sampler.sample(torch.tensor([LOGITS, LOGITS]), sequences))
+        tokens.append(choose(sampler, torch.tensor([LOGITS, LOGITS]), sequences))
     assert tokens == [[5, 9], [5, 9], [5, 2]]
 
 
@@ -218,7 +224,7 @@ def test_penalties_follow_the_formulas_as_texts_grow(
             live.insert(1, late)
         if round_ == 8:
             live.pop(0)
-        tokens = sampler.sample(torch.tensor([LOGITS] * len(live)), live)
+        tokens = choose(sampler, torch.tensor([LOGITS] * len(live)), live)
         for sequence, token in zip(live, tokens, strict=True):
             output = sequence.token_ids[sequence.prompt_len :]
             prompt = sequence.token_ids[: sequence.prompt_len]
