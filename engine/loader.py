@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,24 @@ def prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedMod
     return model.to(device).eval().requires_grad_(False)  # type: ignore[no-any-return,arg-type]
 
 
+def see_nothing(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Attend to no token at all."""
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+@contextlib.contextmanager
+def attending_by(model: PreTrainedModel, attend: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
+    """Have the model's layers call `attend` instead of our attention. While loading only: see `LOADING`."""
+    AttentionInterface.register(_PROBE, attend)
+    model.set_attn_implementation(_PROBE)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention.IMPLEMENTATION)
+
+
 def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     """Return what each attention layer stores of a token, by running the model with attention that sees nothing.
 
@@ -94,14 +114,10 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
         found[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
         if "paged" in options:
             reached.add(layer)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+        return see_nothing(module, query, key, value)
 
-    AttentionInterface.register(_PROBE, record)
-    model.set_attn_implementation(_PROBE)
-    try:
+    with attending_by(model, record):
         one, other = (_logits_after(model, earlier) for earlier in (2, 3))
-    finally:
-        model.set_attn_implementation(attention.IMPLEMENTATION)
     name = type(model).__name__
     layers = model.config.get_text_config().num_hidden_layers
     if sorted(found) != list(range(layers)):

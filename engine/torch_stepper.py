@@ -10,11 +10,12 @@ from torch import Tensor
 from ftserve.engine import loader, packed
 from ftserve.engine.batcher import ContinuousBatcher
 from ftserve.engine.blocks import BLOCK_SIZE, BlockPool
+from ftserve.engine.capacity import cache_bytes, count_blocks
 from ftserve.engine.checkpoint import Checkpoint
 from ftserve.engine.config import EngineConfig
 from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.kernels import choose_decode_kernel
-from ftserve.engine.kv_cache import KVCache, LayerShape
+from ftserve.engine.kv_cache import KVCache
 from ftserve.engine.runner import ModelRunner
 from ftserve.engine.sampler import Sampler
 from ftserve.engine.scheduler import Scheduler
@@ -38,10 +39,10 @@ class TorchStepper(ContinuousBatcher[Tensor]):
         if packed.can_pack(self._device, self._dtype):
             packed.pack_linears(model)
         shapes = loader.probe_layers(model)
-        num_blocks = _count_blocks(shapes, self._dtype, config.kv_cache_gb)
-        cache = KVCache(shapes, num_blocks, BLOCK_SIZE, dtype=self._dtype, device=self._device)
         max_model_len = config.resolve(model_max_len=checkpoint.model_max_len).max_model_len
         assert max_model_len is not None
+        num_blocks = count_blocks(shapes, self._dtype, cache_bytes(config, model), max_model_len=max_model_len)
+        cache = KVCache(shapes, num_blocks, BLOCK_SIZE, dtype=self._dtype, device=self._device)
         super().__init__(
             Scheduler(
                 BlockPool(num_blocks, BLOCK_SIZE),
@@ -77,16 +78,3 @@ def default_threads() -> int:
     wait: on two cores with another busy process, a step took 37 ms with one thread and over 300 ms with two.
     """
     return max(1, len(os.sched_getaffinity(0)) - 1)
-
-
-def _count_blocks(shapes: list[LayerShape], dtype: torch.dtype, gigabytes: float) -> int:
-    """Return how many blocks fit into `gigabytes` (of 10**9 bytes).
-
-    Raises:
-        ValueError: not even one.
-    """
-    block_bytes = BLOCK_SIZE * sum(shape.num_elements for shape in shapes) * dtype.itemsize
-    count = int(gigabytes * 1e9) // block_bytes - 1  # one is the null block
-    if count < 1:
-        raise ValueError(f"--kv-cache-gb {gigabytes} is less than two blocks of {block_bytes} bytes")
-    return count

@@ -86,6 +86,7 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         max_num_seqs=options.max_num_seqs or STEP_SIZES[options.engine][0],
         max_num_batched_tokens=options.max_num_batched_tokens or STEP_SIZES[options.engine][1],
         kv_cache_gb=options.kv_cache_gb,
+        gpu_memory_utilization=options.gpu_memory_utilization,
         torch_threads=options.torch_threads,
         null_step_ms=options.null_step_ms,
         simulate=options.simulate,
@@ -258,7 +259,16 @@ def _parser() -> argparse.ArgumentParser:
         "--max-num-batched-tokens", type=_count, default=None, help=f"prompt tokens a step; if not given: {tokens}"
     )
     inside.add_argument(
-        "--kv-cache-gb", type=_amount, default=engine.kv_cache_gb, help="memory of the KV cache on the CPU"
+        "--kv-cache-gb",
+        type=_amount,
+        default=engine.kv_cache_gb,
+        help="GB of the KV cache; if not given, 2 on the CPU and what is free on CUDA",
+    )
+    inside.add_argument(
+        "--gpu-memory-utilization",
+        type=_number(float, 0.05, 1.0),
+        default=engine.gpu_memory_utilization,
+        help="share of a CUDA device's memory that the engine may use",
     )
     inside.add_argument(
         "--torch-threads",
