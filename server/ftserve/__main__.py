@@ -9,6 +9,10 @@ import sysconfig
 
 def main() -> None:
     """Run the command line with the GIL off, starting the interpreter anew if that is what it takes."""
+    if sys.argv[1:2] == ["bench"]:  # a client: it runs on any Python
+        from ftserve.server.bench.cli import main as bench
+
+        raise SystemExit(bench(sys.argv[2:]))
     if not sysconfig.get_config_var("Py_GIL_DISABLED"):
         version = sys.version.split()[0]
         print(f"ftserve: Python {version} has a GIL; run it with a free-threaded build (3.13t).", file=sys.stderr)
