@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ftserve.engine.checkpoint import Checkpoint
+from ftserve.engine.grammar import GrammarCompiler
 from ftserve.preprocess.tokens import fastokens_is_exact, load_tokenizer
 from ftserve.preprocess.vocabulary import Vocabulary, build_vocabulary
 
@@ -21,19 +22,24 @@ class ServedModel:
     tokenizer_json: Path
     use_fastokens: bool
     vocabulary: Vocabulary
+    grammars: GrammarCompiler
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, *, name: str, max_model_len: int) -> ServedModel:
         """Read the tokenizer and build its tables."""
         tokenizer = load_tokenizer(checkpoint.tokenizer_json)
+        vocabulary = build_vocabulary(tokenizer, size=checkpoint.vocab_size)
         return cls(
             name=name,
             checkpoint=checkpoint,
             max_model_len=max_model_len,
             tokenizer_json=checkpoint.tokenizer_json,
             use_fastokens=fastokens_is_exact(checkpoint.tokenizer_json, tokenizer),
-            vocabulary=build_vocabulary(tokenizer, size=checkpoint.vocab_size),
+            vocabulary=vocabulary,
+            grammars=GrammarCompiler(
+                checkpoint.tokenizer_json, vocab_size=len(vocabulary), eos_token_ids=checkpoint.eos_token_ids
+            ),
         )
 
     def public(self) -> dict[str, object]:

@@ -121,6 +121,7 @@ class Service:
         if left := self.admission.num_inside():
             log.warning("ending %d requests at the deadline of the shutdown", left)
         self._pool.close(_STOP_GRACE_S)
+        self.model.grammars.close()
         self.engine.close(_STOP_GRACE_S)
         for output in self._outputs:
             output.close(_STOP_GRACE_S)
