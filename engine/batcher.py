@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from ftserve.engine.errors import EngineRequestError, InvalidRequestError, RequestTooLongError
+from ftserve.engine.errors import EngineRequestError, FtserveError, InvalidRequestError, RequestTooLongError
 from ftserve.engine.scheduler import Scheduler, SchedulerStatistics, StepPlan
 from ftserve.engine.sequence import Sequence
 from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
@@ -41,16 +41,23 @@ class Sampled(NamedTuple):
 
     tokens: list[int | None]  # one for each sequence; None where its logits are no numbers
     logprobs: Mapping[int, TokenLogprobs] = {}  # by place in the batch, of those who asked
+    failures: Mapping[int, FtserveError] = {}  # by place in the batch: why there is no token, where it is the request's
 
 
 class TokenSampler(Protocol[L_contra]):
     """What chooses tokens from a runner's logits."""
+
+    def prepare(self, sequences: list[Sequence]) -> None:
+        """Begin, before the device does, what `sample` will need for these sequences."""
 
     def sample(self, logits: L_contra, sequences: list[Sequence]) -> Sampled:
         """Choose a token for each sequence."""
 
     def score_prompts(self, logits: L_contra, chunks: list[tuple[Sequence, int]]) -> None:
         """Add to `prompt_logprobs` of each sequence of `plan.scored()` how likely its next prompt tokens were."""
+
+    def close(self) -> None:
+        """Release what was taken."""
 
 
 class ContinuousBatcher(Generic[L]):
@@ -98,6 +105,7 @@ class ContinuousBatcher(Generic[L]):
             return []
         began = self._stamp_scheduled(plan)
         sampled = plan.sampled()
+        self._sampler.prepare(sampled)
         try:
             logits = self._runner.run(plan)
             if scored := plan.scored():
@@ -135,6 +143,7 @@ class ContinuousBatcher(Generic[L]):
         for sequence in self._sequences.values():
             self.scheduler.remove(sequence)
         self._sequences.clear()
+        self._sampler.close()
 
     def _refuse_impossible(self, request: GenerationRequest) -> None:
         prompt, limit = request.prompt_ids, self._max_model_len
@@ -161,10 +170,10 @@ class ContinuousBatcher(Generic[L]):
         """Give each sequence its token and return the events, in the order of the sequences."""
         now = time.monotonic()
         events = []
-        for sequence, token in zip(sequences, sampled.tokens, strict=True):
+        for row, (sequence, token) in enumerate(zip(sequences, sampled.tokens, strict=True)):
             request = sequence.request
             if token is None:
-                events.append(self._fail(sequence, EngineRequestError("The model's output is not a number.")))
+                events.append(self._end_without_token(sequence, sampled.failures.get(row)))
                 continue
             reason = sequence.append(token)
             event = TokenEvent(request, (token,))
@@ -191,6 +200,16 @@ class ContinuousBatcher(Generic[L]):
         error = EngineRequestError("The device has not enough memory for this prompt.")
         error.__cause__ = cause
         return self._fail(largest, error)
+
+    def _end_without_token(self, sequence: Sequence, failure: FtserveError | None) -> TokenEvent:
+        """End one sequence for which no token could be chosen."""
+        if failure is None:
+            return self._fail(sequence, EngineRequestError("The model's output is not a number."))
+        log.warning("request %s ends without a token: %s", sequence.request.request_id, failure)
+        del self._sequences[sequence.request]
+        self.scheduler.remove(sequence)  # nothing is wrong with what it computed
+        sequence.request.times.finished = time.monotonic()
+        return TokenEvent(sequence.request, (), FinishReason.ERROR, error=failure)
 
     def _fail(self, sequence: Sequence, error: EngineRequestError) -> TokenEvent:
         """End one running sequence with an error, and wipe what it left in the cache."""

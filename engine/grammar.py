@@ -10,6 +10,7 @@ tokenizer is loaded; never per token.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from collections import OrderedDict
@@ -21,7 +22,10 @@ from typing import Any
 from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.grammar_sandbox import TOO_COMPLEX, GrammarSandbox, compile_matcher, make_tokenizer
 
+log = logging.getLogger("ftserve.engine")
+
 MAX_SOURCE_CHARS = 2**20
+_NO_GRAMMARS = "This model has no tokenizer or no end of text that output could be held to a structure with."
 _MAX_CACHED = 64
 _MAX_CACHED_CHARS = 4 * 2**20
 
@@ -65,7 +69,7 @@ class GrammarCompiler:
         """Prepare to compile; the tokenizer is read, and a helper process started, when they are first needed."""
         self._path = tokenizer_json
         self._vocab_size = vocab_size
-        self._eos_ids = sorted(eos_token_ids)
+        self._eos_ids = sorted(eos_token_ids)  # emptied if the tokenizer cannot be read
         self._sandbox = GrammarSandbox(tokenizer_json, vocab_size, self._eos_ids)
         self._lock = threading.Lock()
         self._tokenizer: Any = None
@@ -124,7 +128,7 @@ class GrammarCompiler:
         if known is not None:
             return known
         if not self._eos_ids:
-            raise InvalidRequestError("This model has no token that ends a text, which grammars need.", param=param)
+            raise InvalidRequestError(_NO_GRAMMARS, param=param)
         if len(source) > MAX_SOURCE_CHARS:
             raise InvalidRequestError(f"This {what} cannot be used: it is {TOO_COMPLEX}.", param=param)
         tokenizer = self._load_tokenizer()
@@ -142,7 +146,12 @@ class GrammarCompiler:
     def _load_tokenizer(self) -> Any:
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = make_tokenizer(self._path, self._vocab_size, self._eos_ids)
+                try:
+                    self._tokenizer = make_tokenizer(self._path, self._vocab_size, self._eos_ids)
+                except Exception:  # what llguidance and tokenizers raise for files that they do not know
+                    log.exception("llguidance cannot read the tokenizer of this model; grammars are refused")
+                    self._eos_ids = []
+                    raise InvalidRequestError(_NO_GRAMMARS) from None
             return self._tokenizer
 
     def _find(self, source: str) -> Grammar | None:

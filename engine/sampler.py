@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from ftserve.engine.batcher import Sampled
+from ftserve.engine.constraints import Constraints
+from ftserve.engine.errors import FtserveError
 from ftserve.engine.logprobs import ScoredRows, score_prompts
 from ftserve.engine.penalties import Adjustments
 from ftserve.engine.sequence import Sequence
@@ -46,10 +48,16 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._adjustments = Adjustments(vocab_size, device)
+        self._constraints = Constraints(vocab_size, device)
         self._key: tuple[int, ...] = ()  # the sequences that the fields below are made for
         self._draws: Draws | None = None
         self._scored: ScoredRows | None = None
         self._wide = torch.empty(0, vocab_size, dtype=torch.float32, device=device)  # see `_widen`
+
+    def prepare(self, sequences: list[Sequence]) -> None:
+        """Begin, before the device does, what `sample` will need for these sequences."""
+        self._describe(sequences)
+        self._constraints.start()
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> Sampled:
@@ -58,19 +66,25 @@ class Sampler:
         Logits that are float32 may be overwritten.
         """
         self._describe(sequences)
+        self._constraints.finish()
         logits = self._widen(logits[: len(sequences)])
         scored = self._scored
-        raw = None if scored is None else scored.take(logits, copy=not self._adjustments.is_idle)
+        is_changed = not (self._adjustments.is_idle and self._constraints.is_idle)
+        raw = None if scored is None else scored.take(logits, copy=is_changed)
         self._adjustments.apply(logits)
+        self._constraints.apply(logits)
         largest, chosen = _find_largest(logits)
         if self._draws is not None:
             chosen.index_copy_(0, self._draws.rows, self._draws.draw(logits))
         tokens: list[int | None] = chosen.tolist()
+        failures: dict[int, FtserveError] = {}
         # NaN wins every maximum; an infinite one means that nothing may follow, or an overflow.
         for row, value in enumerate(largest.tolist()):
             if value - value != 0.0:
                 tokens[row] = None
-        return Sampled(tokens, {} if scored is None or raw is None else scored.score(raw, chosen))
+                if value < 0.0 and (failure := self._constraints.failure(row)) is not None:
+                    failures[row] = failure
+        return Sampled(tokens, {} if scored is None or raw is None else scored.score(raw, chosen), failures)
 
     @torch.inference_mode()
     def score_prompts(self, logits: Tensor, chunks: list[tuple[Sequence, int]]) -> None:
@@ -84,6 +98,11 @@ class Sampler:
             self._draws = Draws.of(sequences, self._device)
             self._scored = ScoredRows.of(sequences, self._device)
             self._adjustments.describe(sequences)
+            self._constraints.describe(sequences)
+
+    def close(self) -> None:
+        """Release what was taken."""
+        self._constraints.close()
 
     def _widen(self, logits: Tensor) -> Tensor:
         """Return `logits` in float32, in memory that is used again: fresh pages cost more than the conversion."""

@@ -28,6 +28,7 @@ class Sequence:
         "arrival",
         "block_hashes",
         "blocks",
+        "has_to_end",
         "max_len",
         "min_len",
         "num_cached",
@@ -65,6 +66,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if sampling.num_prompt_logprobs is None else [None]
         )
+        self.has_to_end = False  # its grammar allows nothing but an end
         self.blocks: list[int] = []  # cache blocks in the order of the tokens
         self.block_hashes: list[bytes] = []  # of the full blocks, as far as they were needed
         self.slot = -1  # row of the runner's per-sequence tables; -1 while it has none
@@ -91,7 +93,7 @@ class Sequence:
     @property
     def must_go_on(self) -> bool:
         """Tell whether the next token may not be one that ends the sequence."""
-        return len(self.token_ids) < self.min_len and bool(self.stop_ids)
+        return len(self.token_ids) < self.min_len and bool(self.stop_ids) and not self.has_to_end
 
     def append(self, token_id: int) -> FinishReason | None:
         """Take a sampled token and tell whether it ends the sequence."""

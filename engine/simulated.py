@@ -147,6 +147,9 @@ class ScriptSampler:
     def __init__(self, script: Ids[int]) -> None:
         self._script = tuple(script)
 
+    def prepare(self, sequences: list[Sequence]) -> None:
+        """Nothing to prepare."""
+
     def sample(self, _logits: None, sequences: list[Sequence]) -> Sampled:
         script = self._script
         return Sampled(
@@ -164,6 +167,9 @@ class ScriptSampler:
             if scores is not None and wanted is not None:
                 begin = len(scores)
                 scores += [scripted_logprobs(sequence.token_ids, begin + k, wanted) for k in range(count)]
+
+    def close(self) -> None:
+        """Nothing was taken."""
 
 
 class SimulatedStepper(ContinuousBatcher[None]):

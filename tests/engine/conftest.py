@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from ftserve.engine.grammar import GrammarCompiler
 from ftserve.engine.types import GenerationRequest, SamplingParams, TokenEvent
 
 VOCAB_SIZE = 128
@@ -160,6 +162,65 @@ def kernel(torch: ModuleType) -> Any:
     if found is None:
         pytest.skip("no C++ compiler")
     return found
+
+
+# What the ids of the tiny models mean where a grammar is to be followed: an end, two marks, characters, some pairs.
+TINY_EOS, TINY_OPEN, TINY_CLOSE = 0, 1, 2
+_PAIRS = (
+    '{"',
+    '":',
+    '",',
+    '"}',
+    "tr",
+    "ue",
+    "fa",
+    "ls",
+    "nu",
+    "ll",
+    "th",
+    "he",
+    "in",
+    "er",
+    "an",
+    "on",
+    "00",
+    "12",
+    "[]",
+)
+TINY_TOKENS = ("<eos>", "<open>", "<close>", *(chr(code) for code in range(0x21, 0x7F)), "Ġ", *_PAIRS)
+TINY_TOKENS += tuple(f"<unused{k}>" for k in range(VOCAB_SIZE - len(TINY_TOKENS)))
+
+
+def tiny_text(token_ids: Iterable[int]) -> str:
+    """Return what tokens of the tiny models mean."""
+    return "".join("" if token_id <= TINY_CLOSE else TINY_TOKENS[token_id].replace("Ġ", " ") for token_id in token_ids)
+
+
+@pytest.fixture(scope="session")
+def tiny_grammars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarCompiler]:
+    """A compiler of grammars for the ids of the tiny models."""
+    specials = [k for k, token in enumerate(TINY_TOKENS) if token[0] == "<" and len(token) > 1]
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    path.write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [{"id": k, "content": TINY_TOKENS[k]} | flags for k in specials],
+                "pre_tokenizer": byte_level,
+                "decoder": byte_level,
+                "model": {
+                    "type": "BPE",
+                    "vocab": {token: k for k, token in enumerate(TINY_TOKENS)},
+                    "merges": [list(pair) for pair in _PAIRS],
+                },
+            }
+        )
+    )
+    compiler = GrammarCompiler(path, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({TINY_EOS}))
+    yield compiler
+    compiler.close()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,5 +169,13 @@ def test_the_helper_process_is_replaced(compiler: GrammarCompiler) -> None:
 def test_a_model_without_an_end_has_no_grammars() -> None:
     checkpoint = Checkpoint.read(resolve("smollm2-135m-instruct"))
     compiler = GrammarCompiler(checkpoint.tokenizer_json, vocab_size=49152, eos_token_ids=frozenset())
-    with pytest.raises(InvalidRequestError, match="no token that ends"):
+    with pytest.raises(InvalidRequestError, match="no end of text"):
         compiler.json_object()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_no_failure_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    compiler = GrammarCompiler(tmp_path / "tokenizer.json", vocab_size=10, eos_token_ids=frozenset({1}))
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="no tokenizer"):
+            compiler.json_object()

@@ -9,6 +9,7 @@ import pytest
 
 from ftserve.engine.errors import EngineRequestError, InvalidRequestError, RequestTooLongError
 from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent
+from tests.engine.conftest import TINY_EOS
 
 
 def prompts(count: int, *, shortest: int = 1, longest: int = 40, seed: int = 0) -> list[list[int]]:
@@ -316,11 +317,13 @@ def test_any_other_failure_of_the_device_is_raised(tiny_llama: Any, make_request
 
 
 def test_500_random_requests_say_what_each_says_alone(
-    tiny_llama: Any, make_request: Any, texts: Any, kernel: Any
+    tiny_llama: Any, make_request: Any, texts: Any, kernel: Any, tiny_grammars: Any
 ) -> None:
     rng = random.Random(5)
     heads = prompts(4, shortest=30, longest=30, seed=9)
-    batcher = tiny_llama.batcher(num_blocks=70, chunk=20, max_num_seqs=12, kernel=kernel, eos_token_ids=[3])
+    batcher = tiny_llama.batcher(num_blocks=70, chunk=20, max_num_seqs=12, kernel=kernel, eos_token_ids=[TINY_EOS])
+    number = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    grammars = [tiny_grammars.json_schema(number), tiny_grammars.regex("[a-z ]{2,12}[.]"), *[None] * 6]
     live: dict[GenerationRequest, list[int]] = {}
     done: dict[GenerationRequest, list[int]] = {}
     to_come = [
@@ -337,6 +340,10 @@ def test_500_random_requests_say_what_each_says_alone(
             min_tokens=rng.choice([0, 3]),
             stop_token_ids=frozenset(rng.sample(range(128), rng.choice([0, 5]))),
             seed=rng.randrange(1000),
+            grammar=rng.choice(grammars),
+            bad_words=tuple(tuple(rng.sample(range(128), rng.randint(1, 2))) for _ in range(rng.choice([0, 0, 30]))),
+            num_logprobs=rng.choice([None, None, 0, 3]),
+            num_prompt_logprobs=rng.choice([None, None, None, 1]),
         )
         for _ in range(500)
     ]
@@ -352,6 +359,8 @@ def test_500_random_requests_say_what_each_says_alone(
             del live[leaves]
         for event in batcher.step():
             live[event.request] += event.token_ids
+            if event.request.sampling.num_logprobs is not None:
+                assert [score.token_id for score in event.logprobs or ()] == list(event.token_ids)
             if event.finish_reason is not None:
                 done[event.request] = live.pop(event.request)
     batcher.scheduler.check()
@@ -359,5 +368,5 @@ def test_500_random_requests_say_what_each_says_alone(
     assert len(done) > 300
     for request in asked:
         if request in done:
-            alone = tiny_llama.batcher(kernel=kernel, eos_token_ids=[3])
+            alone = tiny_llama.batcher(kernel=kernel, eos_token_ids=[TINY_EOS])
             assert texts(alone, [request])[0] == done[request]
