@@ -4,7 +4,7 @@ MODEL ?= smollm2-135m-instruct
 ARGS ?=
 NOX := .venv-gil/bin/nox --session
 
-.PHONY: help serve test env lint types bench clean-env clean-cache
+.PHONY: help serve test env lint types gate micro bench clean-env clean-cache
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -12,8 +12,8 @@ help:  ## list what can be made
 serve: env  ## start the server: make serve MODEL=/path/or/hub-id ARGS="--port 8000"
 	exec .venv/bin/python -X gil=0 -m ftserve $(ARGS) $(MODEL)
 
-test: env  ## run lint, types and all tests
-	$(NOX) lint types tests_gil tests
+test: env  ## run lint, types, the gate and all tests
+	$(NOX) lint types gate tests_gil tests
 
 env:  ## make .venv and .venv-gil, fetch the default model; quick when all is there
 	@python3 -m scripts.bootstrap env
@@ -23,6 +23,12 @@ lint: env  ## check style and formatting
 
 types: env  ## check types
 	$(NOX) types
+
+gate: env  ## compare CPU time with bare libraries and with the base commit
+	$(NOX) gate
+
+micro: env  ## time the small steps of a request
+	$(NOX) micro
 
 bench: env  ## run the benchmark of the front end
 	$(NOX) bench

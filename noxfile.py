@@ -16,7 +16,7 @@ FREE_THREADED = ROOT / ".venv" / "bin"
 WITH_GIL = ROOT / ".venv-gil" / "bin"
 
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["lint", "types", "tests_gil", "tests"]
+nox.options.sessions = ["lint", "types", "gate", "tests_gil", "tests"]
 
 # CI reads the end of the log, which belongs to pytest. What fails is still said.
 logging.getLogger("nox").setLevel(logging.WARNING)
@@ -52,6 +52,25 @@ def types(session: nox.Session) -> None:
     session.env["MYPYPATH"] = str(importable(session))
     session.run(mypy, *installed, "--package", "ftserve")
     session.run(mypy, *installed, "tests", "benchmarks")
+
+
+@nox.session
+def gate(session: nox.Session) -> None:
+    """Compare CPU time and memory with bare libraries and with the commit this one grew from."""
+    undecided = 75  # the machine is too noisy to say; the gate has said so
+    python = str(FREE_THREADED / "python")
+    arguments = ("-m", "benchmarks.gate", *session.posargs)
+    session.run(python, *arguments, env={"PYTHON_GIL": "0"}, success_codes=[0, undecided])
+
+
+@nox.session
+def micro(session: nox.Session) -> None:
+    """Time the small steps of a request, with pytest-benchmark."""
+    python = str(FREE_THREADED / "python")
+    options = ("--benchmark-only", "--benchmark-columns=min,median,iqr,ops", "--benchmark-max-time=0.8")
+    session.run(
+        python, "-m", "pytest", *options, "benchmarks/bench_steps.py", *session.posargs, env={"PYTHON_GIL": "0"}
+    )
 
 
 @nox.session
