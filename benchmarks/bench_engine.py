@@ -3,7 +3,9 @@
     PYTHON_GIL=0 .venv/bin/python -m benchmarks.bench_engine [--quick] [--model DIR] [--threads N]
 
 Drives a stepper directly, without the front end. Beside it, in the same run: the bare products of the model's weights
-at the same batch, which no decode step can be faster than, and `transformers.generate` with a static batch.
+at the same batch, which no decode step can be faster than, `transformers.generate` with a static batch, and
+transformers' own continuous batching. Then what chunked prefill and the prefix cache are for: the longest gap of
+running streams when a long prompt arrives, and the time to the first token after a system prompt that is known.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,6 +118,50 @@ def transformers_rate(checkpoint: Checkpoint, batch: list[array[int]], new_token
     return len(batch) * new_tokens / (time.perf_counter() - began)
 
 
+def continuous_batching_rate(checkpoint: Checkpoint, batch: list[array[int]], new_tokens: int) -> float:
+    """Return generated tokens per second of transformers' continuous batching, prefill included."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.bfloat16).eval()
+    began = time.perf_counter()
+    outputs = model.generate_batch(
+        [prompt.tolist() for prompt in batch],
+        generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=256, max_batch_tokens=512),
+    )
+    seconds = time.perf_counter() - began
+    return sum(len(output.generated_tokens) for output in outputs.values()) / seconds
+
+
+def longest_gap_ms(stepper: ContinuousBatcher[torch.Tensor], running: list[array[int]], long: array[int]) -> float:
+    """Return the longest time between two tokens of running streams while a long prompt is taken in."""
+    for prompt in running:
+        stepper.add(request(prompt, 1000))
+    while len(stepper.step()) < len(running):
+        pass
+    late = request(long, 1)
+    stepper.add(late)
+    gap, last, is_in = 0.0, time.perf_counter(), False
+    while not is_in:
+        events = stepper.step()
+        now = time.perf_counter()
+        if any(event.request is not late for event in events):
+            gap, last = max(gap, now - last), now
+        is_in = any(event.request is late for event in events)
+    stepper.close()
+    return 1e3 * gap
+
+
+def first_token(stepper: ContinuousBatcher[torch.Tensor], prompt: array[int]) -> tuple[float, int]:
+    """Return seconds to the first token of a prompt on an idle engine, and how many of its tokens were cached."""
+    stepper.add(request(prompt, 1))
+    began = time.perf_counter()
+    while not (events := stepper.step()):
+        pass
+    return time.perf_counter() - began, events[0].num_cached_tokens
+
+
 class NoModel:
     """A runner that computes nothing: what is left is the engine's own work."""
 
@@ -143,17 +189,7 @@ def own_work_us(batch: int, steps: int) -> float:
     return 1e3 * decode(stepper, [array("I", range(1, 200))] * batch, steps).step_ms
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--threads", type=int, default=default_threads())
-    parser.add_argument("--quick", action="store_true", help="fewer steps, without transformers.generate")
-    options = parser.parse_args()
-    steps = 16 if options.quick else 128
-    torch.set_num_threads(options.threads)
-    checkpoint = Checkpoint.read(resolve(options.model))
-    stepper = TorchStepper(EngineConfig(torch_threads=options.threads), checkpoint)
-    print(f"{checkpoint.name}, Python {sys.version.split()[0]}, torch {torch.__version__}, {options.threads} threads\n")
+def print_steps(checkpoint: Checkpoint, stepper: ContinuousBatcher[torch.Tensor], steps: int) -> None:
     for batch in (1, 8, 32):
         result = decode(stepper, prompts(checkpoint, batch, 150, batch), steps)
         floor = products_ms(checkpoint, batch)
@@ -164,15 +200,49 @@ def main() -> None:
     print(f"prefill: {prefill_rate(stepper, prompts(checkpoint, 16, 300, 99)):.0f} tok/s")
     for batch in (32, 256):
         print(f"scheduling, sampling and events of {batch:3} sequences: {own_work_us(batch, steps):6.0f} us a step")
+
+
+def print_peers(checkpoint: Checkpoint, stepper: ContinuousBatcher[torch.Tensor]) -> None:
+    batch32 = prompts(checkpoint, 32, 150, 32)
+    began, made = time.perf_counter(), 32 * 128
+    for prompt in batch32:
+        stepper.add(request(prompt, 128))
+    while stepper.num_running() or stepper.num_waiting():
+        stepper.step()
+    print(f"32 x 128 tokens with prefill: {made / (time.perf_counter() - began):.0f} tok/s")
+    print(f"the same by transformers.generate: {transformers_rate(checkpoint, batch32, 128):.0f} tok/s")
+    rate = continuous_batching_rate(checkpoint, batch32, 128)
+    print(f"the same by transformers' continuous batching: {rate:.0f} tok/s")
+
+
+def print_prompts(checkpoint: Checkpoint, stepper: ContinuousBatcher[torch.Tensor], config: EngineConfig) -> None:
+    (text,) = prompts(checkpoint, 1, 4500, 7)
+    running, long = prompts(checkpoint, 16, 150, 16), text[:4000]
+    gap = longest_gap_ms(stepper, running, long)
+    print(f"longest gap of 16 streams while 4000 tokens arrive, {config.max_num_batched_tokens} a step: {gap:.0f} ms")
+    whole = TorchStepper(replace(config, max_num_batched_tokens=4096), checkpoint)
+    print(f"the same without chunks: {longest_gap_ms(whole, running, long):.0f} ms")
+    system, (one, two) = text[:1000][::-1], prompts(checkpoint, 2, 20, 5)
+    (cold_s, _), (warm_s, cached) = first_token(stepper, system + one), first_token(stepper, system + two)
+    print(f"first token after a system prompt of 1000 tokens: {1e3 * cold_s:.0f} ms", end="; ")
+    print(f"again, {cached} tokens cached: {1e3 * warm_s:.0f} ms, ratio {warm_s / cold_s:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--quick", action="store_true", help="fewer steps, and without the peers and long prompts")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    checkpoint = Checkpoint.read(resolve(options.model))
+    config = EngineConfig(torch_threads=options.threads)
+    stepper = TorchStepper(config, checkpoint)
+    print(f"{checkpoint.name}, Python {sys.version.split()[0]}, torch {torch.__version__}, {options.threads} threads\n")
+    print_steps(checkpoint, stepper, 16 if options.quick else 128)
     if not options.quick:
-        batch32 = prompts(checkpoint, 32, 150, 32)
-        began, made = time.perf_counter(), 32 * 128
-        for prompt in batch32:
-            stepper.add(request(prompt, 128))
-        while stepper.num_running() or stepper.num_waiting():
-            stepper.step()
-        print(f"32 x 128 tokens with prefill: {made / (time.perf_counter() - began):.0f} tok/s")
-        print(f"the same by transformers.generate: {transformers_rate(checkpoint, batch32, 128):.0f} tok/s")
+        print_peers(checkpoint, stepper)
+        print_prompts(checkpoint, stepper, config)
 
 
 if __name__ == "__main__":
