@@ -70,6 +70,7 @@ class RequestTimes:
     validated: float = 0.0  # preprocess thread
     templated: float = 0.0  # preprocess thread
     tokenized: float = 0.0  # preprocess thread
+    media_ready: float = 0.0  # preprocess thread: the images and videos are decoded
     submitted: float = 0.0  # preprocess thread: pushed into the engine's inbox
     admitted: float = 0.0  # engine thread: taken from the inbox
     scheduled: float = 0.0  # engine thread: first step that works on it

@@ -65,6 +65,38 @@ class ChatTemplate:
             ) from exc
 
 
+def shows_parts(source: str) -> bool:
+    """Whether a template goes through the parts of a message's content, rather than print it as one text.
+
+    That is a loop over `content`, or over a variable that was set from it.
+
+    Raises:
+        ValueError: the template does not compile.
+    """
+    try:
+        tree = _environment().parse(source)
+    except jinja2.TemplateSyntaxError as exc:
+        raise ValueError(f"the chat template does not compile (line {exc.lineno}): {exc.message}") from exc
+    names = {"content"} | {
+        node.target.name
+        for node in tree.find_all(nodes.Assign)
+        if isinstance(node.target, nodes.Name) and _is_content(node.node, set())
+    }
+    return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+
+
+def _is_content(expression: nodes.Node, names: set[str]) -> bool:
+    """Whether an expression is a message's content, as it is or behind filters."""
+    match expression:
+        case nodes.Filter(node=inner) if inner is not None:
+            return _is_content(inner, names)
+        case nodes.Getattr(attr="content") | nodes.Getitem(arg=nodes.Const(value="content")):
+            return True
+        case nodes.Name(name=name):
+            return name in names
+    return False
+
+
 class _RefusedError(Exception):
     """Raised by a template's own `raise_exception`."""
 

@@ -14,11 +14,12 @@ from ftserve.engine.loop import EngineState
 from ftserve.preprocess.pool import PreprocessPool
 from ftserve.server.admission import Admission
 from ftserve.server.auth import OPEN_PATHS, ApiKeys
-from ftserve.server.chat import prepare_chat
+from ftserve.server.chat import parse_chat, prepare_chat
 from ftserve.server.completions import prepare_completion
 from ftserve.server.cors import Cors
 from ftserve.server.exchange import Exchange
 from ftserve.server.generation import Handle, Job
+from ftserve.server.media import LARGE_BODY_BYTES, MediaFront
 from ftserve.server.model import ServedModel
 from ftserve.server.problems import DRAINING, JSON_HEADERS, LOADING, HttpError, Problem, problem_of
 from ftserve.server.tokenization import answer_detokenize, answer_tokenize
@@ -51,6 +52,7 @@ class App:
         uploads: Uploads,
         registry: CollectorRegistry,
         *,
+        media: MediaFront | None,
         keys: ApiKeys,
         cors: Cors,
         root_path: str,
@@ -63,6 +65,7 @@ class App:
         self._admission = admission
         self._uploads = uploads
         self._registry = registry
+        self._media = media
         self._keys = keys
         self._cors = cors
         self._root_path = root_path.rstrip("/")
@@ -140,7 +143,10 @@ class App:
 
     def _enqueue(self, exchange: Exchange, handle: Handle) -> None:
         exchange.watch_disconnect()
-        self._pool.put(Job(exchange, handle))
+        if self._media is not None and handle is prepare_chat and len(exchange.body) >= LARGE_BODY_BYTES:
+            self._media.intake.put(lambda _observe: parse_chat(exchange, self._pool.put))
+        else:
+            self._pool.put(Job(exchange, handle))
 
     def _health(self, exchange: Exchange) -> None:
         stats = self._engine.stats()

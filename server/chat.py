@@ -3,23 +3,65 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
+from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.types import Usage
 from ftserve.preprocess.vocabulary import json_escape
 from ftserve.server.choice import ChoiceEnd
 from ftserve.server.exchange import Exchange
-from ftserve.server.generation import GenerationWorker, Prepared
+from ftserve.server.generation import GenerationWorker, Job, Prepared
+from ftserve.server.problems import problem_of
 from ftserve.server.reply import usage_json
 from ftserve.server.wire import ChatRequest, parse, text_of
 
 
-def prepare_chat(worker: GenerationWorker, exchange: Exchange) -> Prepared:
+def prepare_chat(worker: GenerationWorker, exchange: Exchange) -> Prepared | None:
     """Turn a chat body into one prompt. Preprocess thread."""
-    times = exchange.times
-    fields = parse(ChatRequest, exchange.take_body())
+    return prepare_parsed_chat(worker, exchange, parse(ChatRequest, exchange.take_body()))
+
+
+def parse_chat(exchange: Exchange, resume: Callable[[Job], None]) -> None:
+    """Parse a large body and hand the request on, so that no preprocess thread is held up. Intake thread."""
+    try:
+        fields = parse(ChatRequest, exchange.take_body())
+    except InvalidRequestError as exc:
+        exchange.refuse(problem_of(exc))
+        return
+    resume(Job(exchange, partial(prepare_parsed_chat, fields=fields)))
+
+
+def prepare_parsed_chat(worker: GenerationWorker, exchange: Exchange, fields: ChatRequest) -> Prepared | None:
+    """Turn a chat request into one prompt; None if it is left to wait for its images. Preprocess thread."""
     worker.check_model(fields.model)
-    messages = text_of(fields.messages)
+    media = worker.media
+    if media is None:
+        return _prompt(worker, exchange, fields, text_of(fields.messages))
+    messages, gathering = media.take(fields, exchange)
+    if gathering is None:
+        return _prompt(worker, exchange, fields, messages)
+    try:
+        prepared = _prompt(worker, exchange, fields, messages)
+    except BaseException:
+        gathering.cancel()
+        raise
+
+    def finish(_worker: GenerationWorker, exchange: Exchange) -> Prepared:
+        prompt, spans = media.show(prepared.prompts[0], gathering)
+        exchange.times.media_ready = time.monotonic()
+        return replace(prepared, prompts=[prompt], media=spans)
+
+    gathering.when_over(lambda: worker.resume(Job(exchange, finish)))
+    return None
+
+
+def _prompt(
+    worker: GenerationWorker, exchange: Exchange, fields: ChatRequest, messages: Sequence[dict[str, Any]]
+) -> Prepared:
+    times = exchange.times
     times.validated = time.monotonic()
     text = worker.render(messages, fields.add_generation_prompt is not False, fields.chat_template_kwargs)
     times.templated = time.monotonic()

@@ -15,6 +15,7 @@ from typing import NoReturn, TypeVar
 from ftserve.engine.config import ENGINE_KINDS, STEP_SIZES, EngineConfig
 from ftserve.engine.errors import EngineDeadError, FtserveError
 from ftserve.engine.simulated import PROFILES
+from ftserve.server.cli_media import add_media_options, media_config
 from ftserve.server.config import DEFAULT_MODEL, ServerConfig, ThreadPlan, Tls, default_threads
 
 ENVIRONMENT_PREFIX = "FTSERVE_"
@@ -113,6 +114,7 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         stall_timeout_s=options.stall_timeout,
         log_level=options.log_level,
         log_requests=options.log_requests,
+        media=media_config(options),
         engine=engine,
     )
 
@@ -237,6 +239,7 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults["shutdown_timeout_s"],
         help="seconds that SIGTERM leaves to open requests",
     )
+    add_media_options(parser, _amount, _amount_or_none)
     inside = parser.add_argument_group("engine")
     inside.add_argument(
         "--engine",

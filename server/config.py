@@ -73,6 +73,20 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MediaConfig:
+    """What clients may send beside text, and what it may cost."""
+
+    cache_gb: float = 4.0  # of decoded images and videos
+    max_images: int = 64  # in one prompt
+    max_videos: int = 8
+    max_file_mb: float = 64.0  # MiB of one file, compressed
+    max_megapixels: float = 67.2  # of one image: 8192 x 8192
+    decoding_megapixels: float = 512.0  # of all that is being decoded at once
+    waiting_megapixels: float = 8192.0  # of what waits for that; more gets 429
+    allowed_local_path: Path | None = None  # for file: URLs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Everything the command line decides."""
 
@@ -97,6 +111,7 @@ class ServerConfig:
     stall_timeout_s: float = 30.0  # a client that takes no byte for so long is cut off
     log_level: str = "info"
     log_requests: bool = True  # one line a finished request, at level info
+    media: MediaConfig = field(default_factory=MediaConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 

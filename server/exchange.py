@@ -8,6 +8,7 @@ Shared fields, guarded by one lock that is taken a few times a request and never
       owns the exchange.
     - `_cancelled`, `_requests`: a disconnect may come at any time, from an HTTP thread. Under the lock it either finds
       the submitted requests and cancels them, or leaves the mark that `submit` finds: no request outlives its client.
+    - `_on_cancel`: likewise, for what is still being prepared: images on their way.
     - `_ended`: `end` runs once, whoever comes first.
 """
 
@@ -67,6 +68,7 @@ class Exchange:
         "_ended",
         "_engine",
         "_lock",
+        "_on_cancel",
         "_place",
         "_proto",
         "_reading",
@@ -100,6 +102,7 @@ class Exchange:
         self._requests: Sequence[GenerationRequest] = ()
         self._engine: Engine | None = None
         self._disconnect: Any = None
+        self._on_cancel: Callable[[], None] | None = None
 
     def occupy(self, place: Place) -> None:
         """Hold `place` until the exchange ends. The owner only, before it can end."""
@@ -182,9 +185,20 @@ class Exchange:
                 return
             self._cancelled = True
             engine, requests = self._engine, self._requests
+            give_up, self._on_cancel = self._on_cancel, None
+        if give_up is not None:
+            give_up()
         if engine is not None:
             for request in requests:
                 engine.cancel(request)
+
+    def on_cancel(self, give_up: Callable[[], None]) -> None:
+        """Have `give_up` called when the client goes, at once if it has gone. Preprocess thread, once."""
+        with self._lock:
+            if not self._cancelled:
+                self._on_cancel = give_up
+                return
+        give_up()
 
     @property
     def is_cancelled(self) -> bool:
@@ -209,6 +223,7 @@ class Exchange:
             if self._ended:
                 return
             self._ended = True
+            self._on_cancel = None
             self._requests, self._engine = (), None  # they lead back here, and collections are rare
         if self._disconnect is not None and hasattr(self._disconnect, "cancel"):
             self._disconnect.cancel()  # a waiter that is left would swallow the next request's disconnect

@@ -18,11 +18,12 @@ from ftserve.engine.errors import (
     RequestCancelledError,
     RequestTooLongError,
 )
-from ftserve.engine.types import GenerationRequest, SamplingParams
+from ftserve.engine.types import GenerationRequest, MediaSpan, SamplingParams
 from ftserve.preprocess.chat import ChatTemplate
 from ftserve.preprocess.tokens import make_encoder
 from ftserve.preprocess.vocabulary import TokenKind
 from ftserve.server.exchange import Exchange
+from ftserve.server.media import MediaFront
 from ftserve.server.metrics import Recorder
 from ftserve.server.model import ServedModel
 from ftserve.server.problems import problem_of
@@ -40,10 +41,11 @@ class Prepared:
     """What an endpoint makes of a body."""
 
     fields: GenerationFields
-    prompts: Sequence[Sequence[int]]  # token ids; each gets `n` choices
+    prompts: Sequence[array[int]]  # token ids; each gets `n` choices
     max_tokens: int | None  # None: as many as the model holds
     reply_format: ReplyFormat
     echoes: Sequence[str] = ()  # for each prompt, the text that its answers begin with
+    media: tuple[MediaSpan, ...] = ()  # of the only prompt
 
 
 Handle = Callable[["GenerationWorker", Exchange], Prepared | None]  # None: it has answered itself
@@ -69,6 +71,8 @@ class GenerationWorker:
         first_lane: int,
         request_timeout_s: float,
         max_response_bytes: int,
+        media: MediaFront | None,
+        resume: Callable[[Job], None],
     ) -> None:
         self.model = model
         self._encode = make_encoder(model.tokenizer_json, use_fastokens=model.use_fastokens)
@@ -76,6 +80,8 @@ class GenerationWorker:
         self._template = ChatTemplate(source, model.checkpoint.special_tokens) if source else None
         self._engine = engine
         self.recorder = recorder
+        self.media = media
+        self.resume = resume  # queue a job that was left to wait for its images
         self._num_lanes = num_lanes
         self._lane = first_lane % num_lanes
         self._timeout_s = request_timeout_s
@@ -84,7 +90,7 @@ class GenerationWorker:
     def __call__(self, job: Job) -> None:
         """Prepare and submit, or answer with an error. Never raises."""
         exchange = job.exchange
-        exchange.times.preprocess_start = time.monotonic()
+        exchange.times.preprocess_start = exchange.times.preprocess_start or time.monotonic()  # it may be here again
         try:
             self._check_in_time(exchange)
             prepared = job.handle(self, exchange)
@@ -165,11 +171,13 @@ class GenerationWorker:
                 index=k * n + choice,
                 prompt_ids=prompt,
                 sampling=self._sampling(fields, prepared.max_tokens, len(prompt), choice),
+                media=prepared.media,
                 lane=self._lane,
                 route=reply,
                 deadline=times.arrival + self._timeout_s,
                 times=times,
                 replica=replica,
+                cache_salt=fields.salt(),
             )
             for k, (prompt, replica) in enumerate(zip(prepared.prompts, replicas, strict=True))
             for choice in range(n)

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from ftserve.engine.histogram import Histogram
 from ftserve.engine.loop import EngineState, EngineStats
 from ftserve.engine.types import RequestTimes, Usage
+from ftserve.preprocess.intake import STAGES as MEDIA_STAGES
 
 STAGES: dict[str, tuple[str, str]] = {  # stage: the two stamps of `RequestTimes` that bound it
     "read": ("arrival", "body_read"),
@@ -28,6 +29,7 @@ STAGES: dict[str, tuple[str, str]] = {  # stage: the two stamps of `RequestTimes
     "validate": ("preprocess_start", "validated"),
     "template": ("validated", "templated"),
     "tokenize": ("templated", "tokenized"),
+    "media": ("tokenized", "media_ready"),  # what was left to wait for once the text was ready
     "inbox": ("submitted", "admitted"),
     "queue": ("admitted", "scheduled"),
     "prefill": ("scheduled", "first_token"),
@@ -49,7 +51,7 @@ class Recorder:
     """What one thread has seen. That thread writes; the scraper reads values that may be one request old."""
 
     def __init__(self) -> None:
-        self.stages = {stage: _seconds() for stage in (*STAGES, "deliver")}
+        self.stages = {stage: _seconds() for stage in (*STAGES, *MEDIA_STAGES, "deliver")}
         self.time_to_first_token = _seconds()
         self.inter_token_latency = _seconds()
         self.e2e_latency = _seconds()
@@ -59,6 +61,9 @@ class Recorder:
 
     def count(self, outcome: str) -> None:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+
+    def observe_stage(self, stage: str, seconds: float) -> None:
+        self.stages[stage].observe(seconds)
 
     def observe_output(self, seconds: float, num_tokens: int) -> None:
         """Record one round of an output thread."""
@@ -93,14 +98,16 @@ class ServerCollector(Collector):
         engine: Callable[[], EngineStats],
         engine_steps: Callable[[], Histogram],
         gauges: Mapping[str, tuple[str, Callable[[], float]]],
+        counters: Mapping[str, tuple[str, Callable[[], float]]],
         gc_pauses: Histogram,
         version: str,
     ) -> None:
-        """Prepare; `gauges` maps a name to its help text and its reader."""
+        """Prepare; `gauges` and `counters` map a name to its help text and its reader."""
         self._recorders = recorders
         self._engine = engine
         self._engine_steps = engine_steps
         self._gauges = gauges
+        self._counters = counters
         self._gc_pauses = gc_pauses
         self._version = version
 
@@ -111,6 +118,8 @@ class ServerCollector(Collector):
         yield from self._request_metrics(parts)
         for name, (documentation, read) in self._gauges.items():
             yield GaugeMetricFamily(f"ftserve_{name}", documentation, value=read())
+        for name, (documentation, read) in self._counters.items():
+            yield CounterMetricFamily(f"ftserve_{name}", documentation, value=read())
 
     def _process(self) -> Iterator[Metric]:
         yield InfoMetricFamily(

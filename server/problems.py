@@ -11,6 +11,7 @@ from ftserve.engine.errors import (
     EngineDeadError,
     FtserveError,
     InvalidRequestError,
+    MediaError,
     ModelNotFoundError,
     OverloadedError,
     RequestCancelledError,
@@ -70,6 +71,8 @@ def problem_of(error: BaseException, request_id: str = "") -> Problem:
             return Problem(error.status, kind, error.message, code=error.code, allow=error.allow)
         case InvalidRequestError():
             return Problem(400, "invalid_request_error", error.message, error.param, error.code)
+        case MediaError():
+            return Problem(422, "invalid_request_error", error.message, error.param, "media_error")
         case ModelNotFoundError():
             return Problem(404, "not_found_error", error.message, "model", "model_not_found")
         case OverloadedError():

@@ -23,6 +23,7 @@ from ftserve.server.engines import make_engine
 from ftserve.server.garbage import GarbageKeeper
 from ftserve.server.generation import GenerationWorker, Job
 from ftserve.server.http import HttpServer, check_granian
+from ftserve.server.media import make_media
 from ftserve.server.metrics import Recorder, ServerCollector, is_gil_enabled
 from ftserve.server.model import ServedModel
 from ftserve.server.output import OutputThread
@@ -55,6 +56,7 @@ class Service:
         self.model = ServedModel.load(checkpoint, name=name, max_model_len=engine_config.max_model_len)
         self._outputs = [OutputThread(lane) for lane in range(config.threads.output)]
         self.engine = make_engine(engine_config, self.model, self._outputs)
+        self._media = make_media(config.media, checkpoint, num_threads=config.threads.preprocess)
         self._recorders = [Recorder() for _ in range(config.threads.preprocess)]
         self._pool: PreprocessPool[Job] = PreprocessPool(config.threads.preprocess, self._make_worker, _abandon)
         self.admission = Admission(config.max_concurrent_requests, int(config.body_memory_gb * 2**30))
@@ -69,6 +71,7 @@ class Service:
             self.admission,
             self._uploads,
             registry,
+            media=self._media,
             keys=ApiKeys(config.api_keys),
             cors=Cors(config.allowed_origins),
             root_path=config.root_path,
@@ -88,9 +91,13 @@ class Service:
         for output in self._outputs:
             output.start()
         self._pool.start()
+        if self._media is not None:
+            self._media.intake.start()
         self.engine.start()
         self._http.start()
         self._pool.wait_loaded()
+        if self._media is not None:
+            self._media.intake.wait_loaded()
         while not self.engine.wait_loaded(_LOADING_GLANCE_S):
             if stop.is_set():
                 return
@@ -120,6 +127,8 @@ class Service:
         self._uploads.abort(DRAINING)
         if left := self.admission.num_inside():
             log.warning("ending %d requests at the deadline of the shutdown", left)
+        if self._media is not None:
+            self._media.intake.close(_STOP_GRACE_S)
         self._pool.close(_STOP_GRACE_S)
         self.model.grammars.close()
         self.engine.close(_STOP_GRACE_S)
@@ -138,6 +147,8 @@ class Service:
             first_lane=number,
             request_timeout_s=self.config.request_timeout_s,
             max_response_bytes=self.config.max_response_bytes,
+            media=self._media,
+            resume=self._pool.put,
         )
         worker.warm_up()
         return worker
@@ -153,11 +164,17 @@ class Service:
                 lambda: sum(output.lag() for output in self._outputs),
             ),
         }
+        media = self._media
         return ServerCollector(
-            lambda: [*self._recorders, *(output.recorder for output in self._outputs)],
+            lambda: [
+                *self._recorders,
+                *(output.recorder for output in self._outputs),
+                *(media.recorders if media is not None else ()),
+            ],
             self.engine.stats,
             self.engine.step_seconds,
-            gauges,
+            {**gauges, **(media.gauges() if media is not None else {})},
+            media.counters() if media is not None else {},
             self._garbage.pauses,
             ftserve.__version__,
         )

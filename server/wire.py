@@ -76,6 +76,7 @@ class GenerationFields(BaseModel):
     ignore_eos: bool | None = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 
     tools: Any = None  # these are in _NOT_YET
     tool_choice: Any = None
@@ -103,6 +104,10 @@ class GenerationFields(BaseModel):
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    def salt(self) -> bytes:
+        """Return what separates this tenant's cached prompts and media from others'."""
+        return (self.cache_salt or "").encode()
+
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -114,6 +119,8 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = True
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, dict[str, Any]] | None = None
 
 
 class CompletionRequest(GenerationFields):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftserve.engine.errors import InvalidRequestError
-from ftserve.preprocess.chat import ChatTemplate
+from ftserve.preprocess.chat import ChatTemplate, shows_parts
 
 CHATML = (
     "{% for message in messages %}\n"
@@ -51,3 +51,21 @@ def test_a_failure_inside_the_template_is_the_clients_error(source: str) -> None
 def test_a_template_that_does_not_compile_is_an_operators_error() -> None:
     with pytest.raises(ValueError, match="line 1"):
         ChatTemplate("{% if %}", {})
+
+
+@pytest.mark.parametrize(
+    ("source", "shows"),
+    [
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", False),
+        ("{% for m in messages %}{% for part in m['content'] %}{{ part.text }}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% for part in m.content | list %}{{ part }}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% set c = m.content %}{% for part in c %}{{ part }}{% endfor %}{% endfor %}", True),
+        ("{% macro f(content) %}{% for part in content %}{{ part }}{% endfor %}{% endmacro %}{{ f('x') }}", True),
+        (
+            "{% for m in messages %}{% for call in m.tool_calls %}{{ call }}{% endfor %}{{ m.content }}{% endfor %}",
+            False,
+        ),
+    ],
+)
+def test_a_template_that_goes_through_parts_is_told_by_its_loops(source: str, shows: bool) -> None:
+    assert shows_parts(source) is shows

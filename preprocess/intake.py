@@ -1,0 +1,350 @@
+"""From the media parts of a request to the items that the engine takes.
+
+    source ──▶ fetch (if remote) ──▶ open: bytes, key, cache, header ──▶ gate: pixels ──▶ decode ──▶ cache ──▶ request
+
+Guarantees:
+    - Each gathering is over exactly once: when its items are there, or one of them has failed, or its client has gone,
+      or the server stops. What is still on its way for it is given up then, unless somebody else wants it.
+    - No thread waits: what has no room, or is being decoded or fetched for somebody else, is a callback.
+    - Opening has threads of its own, so that hits and refusals do not queue behind decodes; neither uses the threads
+      that text requests need.
+
+Shared fields: `_live` and `_is_closed`, under a lock that is taken twice a request: a gathering is either failed by
+`close` or finds it closed. Each gathering has a lock of its own, since its
+items come from several threads and its client may go away at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from ftserve.engine.errors import FtserveError, InvalidRequestError, MediaError, OverloadedError, RequestCancelledError
+from ftserve.engine.types import MediaItem
+from ftserve.preprocess.formats import prepare_thread
+from ftserve.preprocess.gate import PixelGate
+from ftserve.preprocess.media import Flight, MediaCache, Name, media_key
+from ftserve.preprocess.pool import PreprocessPool
+from ftserve.preprocess.sources import LocalFiles, MediaSource, Payload, read_data_url
+
+log = logging.getLogger("ftserve.preprocess")
+
+Observe = Callable[[str, float], None]  # (stage, seconds): belongs to one thread
+Task = Callable[[Observe], None]
+
+STAGES = ("media_open", "media_wait", "media_decode")
+
+
+class Opened(Protocol):
+    """A file whose header has been read and found good."""
+
+    @property
+    def pixels(self) -> int:
+        """What decoding it holds in memory."""
+
+    def decode(self, key: bytes) -> MediaItem:
+        """Decode; on a thread that has called `prepare_thread`, once. Raises FtserveError."""
+
+
+class MediaHandler(Protocol):
+    """What a family of models makes of media. Shared by all threads; holds no state that changes."""
+
+    max_bytes: int  # of one file
+
+    def options(self, source: MediaSource) -> bytes:
+        """Return all that decides what a file becomes, beside its bytes. Raises InvalidRequestError."""
+
+    def open(self, payload: Payload, source: MediaSource) -> Opened:
+        """Read the header. Raises FtserveError."""
+
+
+class Fetcher(Protocol):
+    """Gets bytes from the network."""
+
+    def fetch(
+        self, url: str, then: Callable[[Payload], None], failed: Callable[[FtserveError], None]
+    ) -> Callable[[], None]:
+        """Call `then` or `failed` later, on another thread; return a function that gives up."""
+
+
+class Gathering:
+    """The items of one request on their way to it."""
+
+    def __init__(self, sources: Sequence[MediaSource], salt: bytes) -> None:
+        self.sources = sources
+        self.salt = salt
+        self.is_over = False  # nothing more is wanted: all is there, or it has failed
+        self._items: list[MediaItem | None] = [None] * len(sources)
+        self._num_missing = len(sources)
+        self._error: FtserveError | None = None
+        self._lock = threading.Lock()
+        self._on_over: list[Callable[[], None]] = []
+
+    def found(self) -> tuple[MediaItem, ...]:
+        """Return the items in the order of the sources, once it is over.
+
+        Raises:
+            FtserveError: why there are none.
+        """
+        if self._error is not None:
+            raise _named(self._error, None)  # anew: its traceback would lead back here
+        return tuple(item for item in self._items if item is not None)
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called once it is over: at once if so already, else by the thread that ends it."""
+        with self._lock:
+            if not self.is_over:
+                self._on_over.append(callback)
+                return
+        callback()
+
+    def cancel(self) -> None:
+        """Give up, because the client has gone. Any thread, any time."""
+        self.fail(RequestCancelledError("The client has gone."))
+
+    def settle(self, index: int, item: MediaItem) -> None:
+        with self._lock:
+            if self.is_over:
+                return
+            self._items[index] = item
+            self._num_missing -= 1
+            if self._num_missing:
+                return
+            callbacks = self._end()
+        for callback in callbacks:
+            callback()
+
+    def fail(self, error: FtserveError) -> None:
+        with self._lock:
+            if self.is_over:
+                return
+            self._error = error
+            callbacks = self._end()
+        for callback in callbacks:
+            callback()
+
+    def _end(self) -> list[Callable[[], None]]:
+        self.is_over = True
+        callbacks, self._on_over = self._on_over, []
+        return callbacks
+
+
+class Ticket:
+    """One item of a gathering: what waits at the cache."""
+
+    __slots__ = ("gathering", "index")
+
+    def __init__(self, gathering: Gathering, index: int) -> None:
+        self.gathering = gathering
+        self.index = index
+
+    @property
+    def source(self) -> MediaSource:
+        return self.gathering.sources[self.index]
+
+    @property
+    def is_over(self) -> bool:
+        return self.gathering.is_over
+
+    def deliver(self, item: MediaItem) -> None:
+        self.gathering.settle(self.index, item)
+
+    def fail(self, error: FtserveError) -> None:
+        self.gathering.fail(_named(error, self.source.param))
+
+
+class MediaIntake:
+    """Takes the media of requests in, on threads of its own."""
+
+    def __init__(
+        self,
+        handler: MediaHandler,
+        cache: MediaCache,
+        gate: PixelGate,
+        *,
+        files: LocalFiles,
+        fetcher: Fetcher | None,
+        num_threads: int,
+        on_thread: Callable[[str, int], Observe],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            num_threads: how many decode at once; as many more open.
+            on_thread: called on each new thread with its role ("open", "decode") and number.
+        """
+        self._handler = handler
+        self.cache = cache
+        self.gate = gate
+        self._files = files
+        self._fetcher = fetcher
+        self._lock = threading.Lock()
+        self._live: set[Gathering] = set()
+        self._is_closed = False
+
+        def make_worker(role: str, number: int) -> Callable[[Task], None]:
+            observe = on_thread(role, number)
+            prepare_thread()
+            return lambda task: task(observe)
+
+        self._openers: PreprocessPool[Task] = PreprocessPool(num_threads, partial(make_worker, "open"), _finish)
+        self._decoders: PreprocessPool[Task] = PreprocessPool(num_threads, partial(make_worker, "decode"), _drop)
+
+    def start(self) -> None:
+        self._openers.start()
+        self._decoders.start()
+
+    def wait_loaded(self) -> None:
+        self._openers.wait_loaded()
+        self._decoders.wait_loaded()
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Fail what is on its way and stop; False if a thread has not ended in time."""
+        with self._lock:
+            self._is_closed = True
+            live = [*self._live]
+        for gathering in live:
+            gathering.fail(_stopping())
+        return self._openers.close(timeout_s) and self._decoders.close(timeout_s)
+
+    def put(self, task: Task) -> None:
+        """Run something on an opening thread, such as the parsing of a body full of base64."""
+        self._openers.put(task)
+
+    def depth(self) -> int:
+        """Return how many items wait to be opened or decoded, those at the gate aside."""
+        return self._openers.depth() + self._decoders.depth()
+
+    def gather(self, sources: Sequence[MediaSource], salt: bytes) -> Gathering:
+        """Start on every source, which may be over before this returns."""
+        gathering = Gathering(sources, salt)
+        with self._lock:
+            is_closed = self._is_closed
+            self._live.add(gathering)
+        gathering.when_over(lambda: self._forget(gathering))
+        if is_closed:
+            gathering.fail(_stopping())
+        for index in range(len(sources)):
+            ticket = Ticket(gathering, index)
+            try:
+                self._begin(ticket)
+            except FtserveError as exc:
+                ticket.fail(exc)
+                break
+        return gathering
+
+    def _forget(self, gathering: Gathering) -> None:
+        with self._lock:
+            self._live.discard(gathering)
+
+    def _begin(self, ticket: Ticket) -> None:
+        url = ticket.source.url
+        scheme = url[:8].partition(":")[0].lower()
+        if not url:
+            self._look_up(ticket)
+        elif scheme == "data":
+            self._openers.put(partial(self._open, ticket, lambda: read_data_url(url, self._handler.max_bytes)))
+        elif scheme == "file":
+            self._openers.put(partial(self._open, ticket, lambda: self._files.read(url, self._handler.max_bytes)))
+        elif scheme in ("http", "https") and self._fetcher is not None:
+            give_up = self._fetcher.fetch(
+                url, lambda payload: self._openers.put(partial(self._open, ticket, lambda: payload)), ticket.fail
+            )
+            ticket.gathering.when_over(give_up)
+        else:
+            raise InvalidRequestError("The URL must begin with data:, https:, http: or file:.")
+
+    def _look_up(self, ticket: Ticket) -> None:
+        name = _name(ticket)
+        assert name is not None, "a source without a URL has a name"
+        try:
+            item = self.cache.claim_named(name, ticket)
+        except KeyError:
+            raise InvalidRequestError(
+                "Nothing is cached under this 'uuid', or not any more; send the data again.", code="unknown_uuid"
+            ) from None
+        if item is not None:
+            ticket.deliver(item)
+
+    def _open(self, ticket: Ticket, read: Callable[[], Payload], observe: Observe) -> None:
+        """Get the bytes and look for them in the cache; else read the header and queue for decoding."""
+        if ticket.is_over:
+            return
+        began = time.monotonic()
+        try:
+            source = ticket.source
+            payload = read()
+            key = media_key(payload, self._handler.options(source), ticket.gathering.salt)
+            found = self.cache.claim(key, ticket, _name(ticket))
+            if isinstance(found, Flight):
+                self._admit(found, payload, source)
+            elif found is not None:
+                ticket.deliver(found)
+        except Exception as exc:  # noqa: BLE001 - `_ours` logs what is not ours
+            ticket.fail(_ours(exc))
+        observe("media_open", time.monotonic() - began)
+
+    def _admit(self, flight: Flight, payload: Payload, source: MediaSource) -> None:
+        try:
+            opened = self._handler.open(payload, source)
+            decode = partial(self._decode, flight, opened, time.monotonic())
+            self.gate.enter(opened.pixels, lambda: self._decoders.put(decode))
+        except Exception as exc:  # noqa: BLE001 - `_ours` logs what is not ours
+            self.cache.lose(flight, _ours(exc))
+
+    def _decode(self, flight: Flight, opened: Opened, since: float, observe: Observe) -> None:
+        began = time.monotonic()
+        try:
+            if not self.cache.is_wanted(flight):
+                return
+            item = opened.decode(flight.key)
+        except Exception as exc:  # noqa: BLE001 - `_ours` logs what is not ours
+            self.cache.lose(flight, _ours(exc))
+        else:
+            self.cache.land(flight, item)
+        finally:
+            self.gate.leave(opened.pixels)
+            observe("media_wait", began - since)
+            observe("media_decode", time.monotonic() - began)
+
+
+def _name(ticket: Ticket) -> Name | None:
+    uuid = ticket.source.uuid
+    return None if uuid is None else (ticket.gathering.salt, ticket.source.modality, uuid)
+
+
+def _named(error: FtserveError, param: str | None) -> FtserveError:
+    """Return `error` anew, since others may have got the same one, with the part that it is about."""
+    match error:
+        case MediaError():
+            return MediaError(error.message, param=error.param or param)
+        case InvalidRequestError():
+            return InvalidRequestError(error.message, param=error.param or param, code=error.code)
+        case OverloadedError():
+            return OverloadedError(error.message, retry_after_s=error.retry_after_s)
+    return type(error)(error.message)
+
+
+def _ours(error: Exception) -> FtserveError:
+    """Return an error that may be shown; what is not ours is a bug and is logged."""
+    if isinstance(error, FtserveError):
+        return error
+    log.error("an image or video could not be processed", exc_info=error)
+    return FtserveError("The server failed to process an image or video.")
+
+
+def _stopping() -> FtserveError:
+    return RequestCancelledError("The server is stopping.")
+
+
+def _finish(task: Task) -> None:
+    """Run what a closed pool will not: it finds its gathering over, or hands a parsed body to the next pool."""
+    task(lambda _stage, _seconds: None)
+
+
+def _drop(_task: Task) -> None:
+    """Forget a decode that a closed pool will not run: `close` has failed whoever waits for it."""

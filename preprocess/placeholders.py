@@ -1,0 +1,39 @@
+"""Placeholders of images and videos in a prompt: one in the template's text becomes one a token in the ids."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from ftserve.engine.errors import InvalidRequestError
+from ftserve.engine.types import MediaItem, MediaSpan, Modality
+from ftserve.preprocess.tokens import ID_TYPECODE
+
+
+def expand(
+    prompt: array[int], items: Sequence[MediaItem], token_ids: dict[Modality, int]
+) -> tuple[array[int], tuple[MediaSpan, ...]]:
+    """Return the prompt with `num_tokens` ids for each item's one placeholder, and where they begin.
+
+    `token_ids` has the placeholder of each modality. Items are in the order of the messages, which is that of the
+    template's placeholders.
+
+    Raises:
+        InvalidRequestError: the prompt has other placeholders than `items`, so somebody has written them as text.
+    """
+    modalities = {token_id: modality for modality, token_id in token_ids.items()}
+    places = [(k, modalities[token_id]) for k, token_id in enumerate(prompt) if token_id in modalities]
+    if [modality for _, modality in places] != [item.modality for item in items]:
+        raise InvalidRequestError(
+            "The messages contain the model's own placeholder for an image or a video, or the chat template does not "
+            "show each of them where it stands.",
+            param="messages",
+        )
+    expanded, spans, copied = array(ID_TYPECODE), [], 0
+    for (place, _), item in zip(places, items, strict=True):
+        expanded += prompt[copied:place]
+        spans.append(MediaSpan(item, len(expanded)))
+        expanded += prompt[place : place + 1] * item.num_tokens
+        copied = place + 1
+    expanded += prompt[copied:]
+    return expanded, tuple(spans)

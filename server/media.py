@@ -1,0 +1,145 @@
+"""Images and videos of chat requests: what connects the wire, the intake and the prompt."""
+
+from __future__ import annotations
+
+import logging
+import os
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ftserve.engine.checkpoint import Checkpoint
+from ftserve.engine.threads import name_this_thread
+from ftserve.engine.types import MediaSpan, Modality
+from ftserve.preprocess.chat import shows_parts
+from ftserve.preprocess.formats import ImageLimits
+from ftserve.preprocess.gate import PixelGate
+from ftserve.preprocess.intake import Gathering, MediaIntake, Observe
+from ftserve.preprocess.media import MediaCache
+from ftserve.preprocess.placeholders import expand
+from ftserve.preprocess.qwen import MODEL_TYPES, QwenMedia
+from ftserve.preprocess.sources import LocalFiles
+from ftserve.server.config import MediaConfig
+from ftserve.server.exchange import Exchange
+from ftserve.server.metrics import Recorder
+from ftserve.server.parts import PartRules, media_options, split_parts
+from ftserve.server.wire import ChatRequest
+
+log = logging.getLogger("ftserve.server")
+
+LARGE_BODY_BYTES = 256 << 10  # parsing it would hold up the texts behind it
+
+Readers = Mapping[str, tuple[str, Callable[[], float]]]
+
+
+class MediaFront:
+    """The media of a server whose model takes some. Nothing of it changes once it is made, but for the intake."""
+
+    def __init__(
+        self, intake: MediaIntake, rules: PartRules, token_ids: dict[Modality, int], recorders: Sequence[Recorder]
+    ) -> None:
+        self.intake = intake
+        self.recorders = recorders  # of the intake's threads
+        self._rules = rules
+        self._token_ids = token_ids
+
+    def take(self, fields: ChatRequest, exchange: Exchange) -> tuple[list[dict[str, Any]], Gathering | None]:
+        """Return the messages for the template, and the media in them on their way; None if there are none.
+
+        Raises:
+            InvalidRequestError: a part is malformed, or not for this model.
+        """
+        options = media_options(fields.mm_processor_kwargs, fields.media_io_kwargs)
+        messages, sources = split_parts(fields.messages, self._rules, options)
+        if not sources:
+            return messages, None
+        gathering = self.intake.gather(sources, fields.salt())
+        exchange.on_cancel(gathering.cancel)
+        return messages, gathering
+
+    def show(self, prompt: array[int], gathering: Gathering) -> tuple[array[int], tuple[MediaSpan, ...]]:
+        """Return the prompt with room for what was gathered, and where it is.
+
+        Raises:
+            FtserveError: why there is nothing to show.
+        """
+        return expand(prompt, gathering.found(), self._token_ids)
+
+    def gauges(self) -> Readers:
+        cache, gate = self.intake.cache.statistics, self.intake.gate.statistics
+        return {
+            "mm_cache_bytes": ("Bytes of decoded media in the cache", lambda: cache().num_bytes),
+            "mm_cache_items": ("Decoded media in the cache", lambda: cache().num_items),
+            "mm_in_flight": ("Media that are decoded or wait for it", lambda: cache().num_in_flight),
+            "mm_pixels_decoding": ("Pixels of media that are being decoded", lambda: gate().pixels_inside),
+            "mm_pixels_waiting": ("Pixels of media that wait for room", lambda: gate().pixels_waiting),
+            "mm_queue_depth": ("Media that wait for a thread", self.intake.depth),
+        }
+
+    def counters(self) -> Readers:
+        cache, gate = self.intake.cache.statistics, self.intake.gate.statistics
+        return {
+            "mm_cache_hits": ("Media found in the cache", lambda: cache().hits),
+            "mm_cache_joined": ("Media that waited for another request's decode", lambda: cache().joined),
+            "mm_cache_misses": ("Media that had to be decoded", lambda: cache().misses),
+            "mm_cache_evictions": ("Media that made room", lambda: cache().evictions),
+            "mm_decodes": ("Media that were decoded", lambda: cache().decoded),
+            "mm_refused": ("Media refused because too much waited", lambda: gate().refused),
+        }
+
+
+def make_media(config: MediaConfig, checkpoint: Checkpoint, *, num_threads: int) -> MediaFront | None:
+    """Wire the media path, not started; None if the model takes text only.
+
+    Raises:
+        ValueError: the model's processor is configured in a way that we do not reproduce.
+    """
+    if checkpoint.vision is None or checkpoint.chat_template is None:
+        return None
+    if checkpoint.model_type not in MODEL_TYPES:
+        log.warning("models of type %s are served without images", checkpoint.model_type)
+        return None
+    limits = ImageLimits(max_bytes=int(config.max_file_mb * 2**20), max_pixels=int(config.max_megapixels * 1e6))
+    recorders = [Recorder() for _ in range(2 * num_threads)]
+
+    def on_thread(role: str, number: int) -> Observe:
+        native_id = name_this_thread(f"ft-{role}-{number}")
+        is_decoder = role == "decode"
+        if is_decoder:
+            os.setpriority(os.PRIO_PROCESS, native_id, DECODE_NICENESS)
+        return recorders[number + num_threads * is_decoder].observe_stage
+
+    intake = MediaIntake(
+        QwenMedia.read(checkpoint.path, limits),
+        MediaCache(int(config.cache_gb * 2**30)),
+        PixelGate(int(config.decoding_megapixels * 1e6), int(config.waiting_megapixels * 1e6)),
+        files=LocalFiles(config.allowed_local_path),
+        fetcher=None,
+        num_threads=num_threads,
+        on_thread=on_thread,
+    )
+    return MediaFront(intake, _part_rules(config, checkpoint), _token_ids(checkpoint), recorders)
+
+
+DECODE_NICENESS = 5  # what is short goes first where the cores are short: texts, answers, the engine
+
+
+def _token_ids(checkpoint: Checkpoint) -> dict[Modality, int]:
+    assert checkpoint.vision is not None, "`make_media` has looked"
+    token_ids = {Modality.IMAGE: checkpoint.vision.image_token_id}
+    if checkpoint.vision.video_token_id is not None:
+        token_ids[Modality.VIDEO] = checkpoint.vision.video_token_id
+    return token_ids
+
+
+def _part_rules(config: MediaConfig, checkpoint: Checkpoint) -> PartRules:
+    from tokenizers import Tokenizer
+
+    token_of = Tokenizer.from_file(str(checkpoint.tokenizer_json)).id_to_token
+    most = {Modality.IMAGE: config.max_images, Modality.VIDEO: config.max_videos}
+    token_ids = _token_ids(checkpoint)
+    return PartRules(
+        max_items={modality: most[modality] for modality in token_ids},
+        shows_parts=shows_parts(checkpoint.chat_template or ""),
+        marks={modality: token_of(token_id) or "" for modality, token_id in token_ids.items()},
+    )
