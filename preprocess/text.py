@@ -150,6 +150,10 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None  # the stop string that was found; text after it is dropped
 
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
     def push(self, text: str) -> str:
         """Return the text that may be shown; look at `matched` after each call."""
         if self.matched is not None:

@@ -16,6 +16,7 @@ from ftserve.server.exchange import Exchange
 from ftserve.server.generation import GenerationWorker, Job, Prepared
 from ftserve.server.problems import problem_of
 from ftserve.server.reply import usage_json
+from ftserve.server.rich import Delta, Kind, Message
 from ftserve.server.wire import ChatRequest, parse, text_of
 
 
@@ -99,13 +100,22 @@ class ChatFormat:
     def usage(self, usage: Usage) -> str:
         return f'{self._chunk_head},"choices":[],"usage":{usage_json(usage)}}}\n\n'
 
-    def whole(self, choices: Sequence[tuple[str, ChoiceEnd]], usage: Usage) -> str:
-        parts = [
-            f'{{"index":{k},"message":{{"role":"assistant","content":"{text}","refusal":null}},'
+    def rich_delta(self, index: int, delta: Delta) -> str:
+        return self._chunk(f'{{"index":{index},"delta":{{{_delta_json(delta)}}},"finish_reason":null}}')
+
+    def choice(self, index: int, escaped: str, end: ChoiceEnd) -> str:
+        return (
+            f'{{"index":{index},"message":{{"role":"assistant","content":"{escaped}","refusal":null}},'
             f'"logprobs":null,{_end_json(end)}}}'
-            for k, (text, end) in enumerate(choices)
-        ]
-        return f'{{{self._head},"object":"chat.completion","choices":[{",".join(parts)}],"usage":{usage_json(usage)}}}'
+        )
+
+    def rich_choice(self, index: int, message: Message, end: ChoiceEnd) -> str:
+        return f'{{"index":{index},"message":{{{_message_json(message)}}},"logprobs":null,{_end_json(end)}}}'
+
+    def whole(self, choices: Sequence[str], usage: Usage) -> str:
+        return (
+            f'{{{self._head},"object":"chat.completion","choices":[{",".join(choices)}],"usage":{usage_json(usage)}}}'
+        )
 
     def _chunk(self, choice: str) -> str:
         return f'{self._chunk_head},"choices":[{choice}]{self._chunk_tail}'
@@ -113,3 +123,39 @@ class ChatFormat:
 
 def _end_json(end: ChoiceEnd) -> str:
     return f'"finish_reason":{end.finish_reason},"stop_reason":{end.stop_reason}'
+
+
+def _delta_json(delta: Delta) -> str:
+    """Return the members of a chunk's `delta`."""
+    text = json_escape(delta.text)
+    match delta.kind:
+        case Kind.CONTENT:
+            return f'"content":"{text}"'
+        case Kind.REASONING:
+            return _reasoning_json(text)
+        case Kind.CALL:
+            call = f'"id":"{delta.call_id}","type":"function","function":{{"name":"{text}","arguments":""}}'
+        case Kind.ARGUMENTS:
+            call = f'"function":{{"arguments":"{text}"}}'
+    return f'"tool_calls":[{{"index":{delta.call_index},{call}}}]'
+
+
+def _message_json(message: Message) -> str:
+    """Return the members of a whole `message`; what is not there is left out, but for `content`."""
+    content = f'"{json_escape(message.content)}"' if message.content or not message.calls else "null"
+    members = [f'"role":"assistant","content":{content},"refusal":null']
+    if message.reasoning:
+        members.append(_reasoning_json(json_escape(message.reasoning)))
+    if message.calls:
+        calls = [
+            f'{{"id":"{call.call_id}","type":"function","function":'
+            f'{{"name":"{json_escape(call.name)}","arguments":"{json_escape(call.arguments)}"}}}}'
+            for call in message.calls
+        ]
+        members.append(f'"tool_calls":[{",".join(calls)}]')
+    return ",".join(members)
+
+
+def _reasoning_json(escaped: str) -> str:
+    """Return the thought under both of the names that clients look for."""
+    return f'"reasoning_content":"{escaped}","reasoning":"{escaped}"'

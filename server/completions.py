@@ -14,6 +14,7 @@ from ftserve.server.choice import ChoiceEnd
 from ftserve.server.exchange import Exchange
 from ftserve.server.generation import GenerationWorker, Prepared
 from ftserve.server.reply import usage_json
+from ftserve.server.rich import Delta, Message
 from ftserve.server.wire import CompletionRequest, parse
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -91,9 +92,18 @@ class CompletionFormat:
     def usage(self, usage: Usage) -> str:
         return f'data: {{{self._head},"choices":[],"usage":{usage_json(usage)}}}\n\n'
 
-    def whole(self, choices: Sequence[tuple[str, ChoiceEnd]], usage: Usage) -> str:
-        parts = [_choice(k, text, end) for k, (text, end) in enumerate(choices)]
-        return f'{{{self._head},"choices":[{",".join(parts)}],"usage":{usage_json(usage)}}}'
+    def rich_delta(self, index: int, delta: Delta) -> str:
+        before, after = self.delta(index)
+        return f"{before}{json_escape(delta.text)}{after}"
+
+    def choice(self, index: int, escaped: str, end: ChoiceEnd) -> str:
+        return _choice(index, escaped, end)
+
+    def rich_choice(self, index: int, message: Message, end: ChoiceEnd) -> str:
+        return _choice(index, json_escape(message.content), end)
+
+    def whole(self, choices: Sequence[str], usage: Usage) -> str:
+        return f'{{{self._head},"choices":[{",".join(choices)}],"usage":{usage_json(usage)}}}'
 
 
 def _choice(index: int, escaped: str, end: ChoiceEnd) -> str:

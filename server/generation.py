@@ -28,6 +28,7 @@ from ftserve.server.metrics import Recorder
 from ftserve.server.model import ServedModel
 from ftserve.server.problems import problem_of
 from ftserve.server.reply import Reply, ReplyFormat
+from ftserve.server.rich import RichOptions
 from ftserve.server.wire import ChatRequest, GenerationFields, parse, text_of
 
 log = logging.getLogger("ftserve.server")
@@ -46,6 +47,7 @@ class Prepared:
     reply_format: ReplyFormat
     echoes: Sequence[str] = ()  # for each prompt, the text that its answers begin with
     media: tuple[MediaSpan, ...] = ()  # of the only prompt
+    rich: RichOptions | None = None  # what the answers carry besides text
 
 
 Handle = Callable[["GenerationWorker", Exchange], Prepared | None]  # None: it has answered itself
@@ -182,7 +184,7 @@ class GenerationWorker:
             for k, (prompt, replica) in enumerate(zip(prepared.prompts, replicas, strict=True))
             for choice in range(n)
         ]
-        reply.expect(requests, self.model.vocabulary, sum(map(len, prepared.prompts)))
+        reply.expect(requests, self.model.vocabulary, sum(map(len, prepared.prompts)), prepared.rich)
         if prepared.echoes:
             reply.begin_with([echo for echo in prepared.echoes for _ in range(n)])
         times.submitted = time.monotonic()

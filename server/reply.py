@@ -11,10 +11,11 @@ from typing import Any, Protocol
 from ftserve.engine.client import Engine
 from ftserve.engine.errors import EngineError, RequestCancelledError
 from ftserve.engine.types import FinishReason, GenerationRequest, RequestTimes, TokenEvent, Usage
-from ftserve.preprocess.vocabulary import Vocabulary, json_escape
+from ftserve.preprocess.vocabulary import Vocabulary
 from ftserve.server.choice import Choice, ChoiceEnd
 from ftserve.server.exchange import Exchange, is_lost
 from ftserve.server.problems import JSON_HEADERS, problem_of
+from ftserve.server.rich import Delta, Message, RichOptions
 
 SSE_HEADERS = [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
 DONE = "data: [DONE]\n\n"
@@ -35,8 +36,17 @@ class ReplyFormat(Protocol):
     def usage(self, usage: Usage) -> str:
         """Return the last event, with the counts."""
 
-    def whole(self, choices: Sequence[tuple[str, ChoiceEnd]], usage: Usage) -> str:
-        """Return the body of an answer that is not streamed; `choices` are (escaped text, its end)."""
+    def rich_delta(self, index: int, delta: Delta) -> str:
+        """Return the event for a delta of a choice that carries more than text, see `server/rich.py`."""
+
+    def choice(self, index: int, escaped: str, end: ChoiceEnd) -> str:
+        """Return a choice of an answer that is not streamed."""
+
+    def rich_choice(self, index: int, message: Message, end: ChoiceEnd) -> str:
+        """Return the same for a choice that carries more than text."""
+
+    def whole(self, choices: Sequence[str], usage: Usage) -> str:
+        """Return the body of an answer that is not streamed, of what the two above returned."""
 
 
 class Reply:
@@ -93,17 +103,24 @@ class Reply:
         self.flow: Callable[[int], bool] | None = None  # set while a stream is in full flow, see `_make_flow`
         self._resume: Callable[[int], bool] | None = None  # the same, kept while it is out of use
 
-    def expect(self, requests: Sequence[GenerationRequest], vocabulary: Vocabulary, prompt_tokens: int) -> None:
+    def expect(
+        self,
+        requests: Sequence[GenerationRequest],
+        vocabulary: Vocabulary,
+        prompt_tokens: int,
+        rich_options: RichOptions | None = None,
+    ) -> None:
         """Say which requests belong to this reply, in the order of their index. Before they are submitted."""
-        self.choices = [Choice(request, vocabulary) for request in requests]
+        self.choices = [Choice(request, vocabulary, rich_options) for request in requests]
         self._num_open = len(self.choices)
-        self._only = self.choices[0] if self._is_streamed and len(self.choices) == 1 else None
+        is_plain_stream = self._is_streamed and rich_options is None
+        self._only = self.choices[0] if is_plain_stream and len(self.choices) == 1 else None
         self._prompt_tokens = prompt_tokens
 
     def begin_with(self, texts: Sequence[str]) -> None:
         """Have each choice's text begin with a text that was not generated. After `expect`, before the submit."""
         for choice, text in zip(self.choices, texts, strict=True):
-            choice.pending.append(json_escape(text))
+            choice.begin_with(text)
 
     def feed(self, event: TokenEvent) -> bool:
         """Take one event; True if the caller shall `flush` this reply once it has fed the whole batch."""
@@ -117,7 +134,10 @@ class Reply:
             if event.stop_token_id is not None:
                 choice.stop_token_id = event.stop_token_id
                 token_ids = token_ids[:-1]
-            if choice.push(token_ids, self._escaped):
+            is_stopped = (
+                choice.push(token_ids, self._escaped) if choice.rich is None else choice.push_rich(token_ids, event)
+            )
+            if is_stopped:
                 self._close(choice, FinishReason.STOP)
                 if event.finish_reason is None:
                     self.engine.cancel(choice.request)
@@ -221,8 +241,9 @@ class Reply:
             choice.is_opened = True
             choice.before, choice.after = self._format.delta(index)
             parts.append(self._format.opening(index))
-        text = "".join(choice.pending)
-        if text:
+        if choice.rich is not None:
+            parts += [self._format.rich_delta(index, delta) for delta in choice.rich.take()]
+        elif text := "".join(choice.pending):
             choice.pending = []
             parts.append(f"{choice.before}{text}{choice.after}")
         if choice.finish_reason is not None:
@@ -237,11 +258,17 @@ class Reply:
             self.exchange.cancel()
 
     def _write_whole(self) -> None:
-        choices = [("".join(choice.pending), choice.end()) for choice in self.choices]
+        choices = [self._whole_choice(choice) for choice in self.choices]
         times = self.choices[0].request.times
         headers = [*JSON_HEADERS, ("server-timing", server_timing(times))]
         self.exchange.respond(200, headers, self._format.whole(choices, self.usage()))
         self._finish()
+
+    def _whole_choice(self, choice: Choice) -> str:
+        index, end = choice.request.index, choice.end()
+        if choice.rich is not None:
+            return self._format.rich_choice(index, Message.of(choice.rich.take()), end)
+        return self._format.choice(index, "".join(choice.pending), end)
 
     def _write_error(self, error: BaseException) -> None:
         problem = problem_of(error, self.exchange.request_id)
@@ -277,7 +304,8 @@ class Reply:
             del choice.request
 
     def usage(self) -> Usage:
-        return Usage(self._prompt_tokens, sum(c.completion_tokens for c in self.choices), self.cached_tokens)
+        reasoning = sum([c.rich.num_reasoning_tokens for c in self.choices if c.rich is not None])
+        return Usage(self._prompt_tokens, sum(c.completion_tokens for c in self.choices), self.cached_tokens, reasoning)
 
 
 def server_timing(times: RequestTimes) -> str:
@@ -293,8 +321,11 @@ def server_timing(times: RequestTimes) -> str:
 
 def usage_json(usage: Usage) -> str:
     """Return OpenAI's usage object."""
+    details = ""
+    if usage.reasoning_tokens:
+        details = f',"completion_tokens_details":{{"reasoning_tokens":{usage.reasoning_tokens}}}'
     return (
         f'{{"prompt_tokens":{usage.prompt_tokens},"completion_tokens":{usage.completion_tokens},'
         f'"total_tokens":{usage.prompt_tokens + usage.completion_tokens},'
-        f'"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}}}}}'
+        f'"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}}}{details}}}'
     )
