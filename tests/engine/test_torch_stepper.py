@@ -321,7 +321,7 @@ def test_500_random_requests_say_what_each_says_alone(
 ) -> None:
     rng = random.Random(5)
     heads = prompts(4, shortest=30, longest=30, seed=9)
-    batcher = tiny_llama.batcher(num_blocks=70, chunk=20, max_num_seqs=12, kernel=kernel, eos_token_ids=[TINY_EOS])
+    batcher = tiny_llama.batcher(num_blocks=45, chunk=20, max_num_seqs=12, kernel=kernel, eos_token_ids=[TINY_EOS])
     number = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     grammars = [tiny_grammars.json_schema(number), tiny_grammars.regex("[a-z ]{2,12}[.]"), *[None] * 6]
     live: dict[GenerationRequest, list[int]] = {}
