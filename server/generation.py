@@ -18,6 +18,7 @@ from ftserve.engine.errors import (
     RequestCancelledError,
     RequestTooLongError,
 )
+from ftserve.engine.grammar import Grammar
 from ftserve.engine.types import GenerationRequest, MediaSpan, SamplingParams
 from ftserve.preprocess.chat import ChatTemplate
 from ftserve.preprocess.tokens import make_encoder
@@ -29,6 +30,7 @@ from ftserve.server.model import ServedModel
 from ftserve.server.problems import problem_of
 from ftserve.server.reply import Reply, ReplyFormat
 from ftserve.server.rich import RichOptions
+from ftserve.server.structured import compile_structure
 from ftserve.server.wire import ChatRequest, GenerationFields, parse, text_of
 
 log = logging.getLogger("ftserve.server")
@@ -58,6 +60,14 @@ class Job(NamedTuple):
 
     exchange: Exchange
     handle: Handle
+
+
+class Constraints(NamedTuple):
+    """What no choice of a request may say."""
+
+    allowed_token_ids: tuple[int, ...]  # empty: all
+    bad_words: tuple[tuple[int, ...], ...]
+    grammar: Grammar | None
 
 
 class GenerationWorker:
@@ -156,6 +166,7 @@ class GenerationWorker:
         n = fields.n or 1
         if len(prepared.prompts) * n > MAX_TOTAL_CHOICES:
             raise InvalidRequestError(f"More than {MAX_TOTAL_CHOICES} choices in one request.", param="n")
+        constraints = self._constraints(fields)
         reply = Reply(
             exchange,
             self._engine,
@@ -172,7 +183,7 @@ class GenerationWorker:
                 request_id=exchange.request_id,
                 index=k * n + choice,
                 prompt_ids=prompt,
-                sampling=self._sampling(fields, prepared.max_tokens, len(prompt), choice),
+                sampling=self._sampling(fields, prepared.max_tokens, len(prompt), choice, constraints),
                 media=prepared.media,
                 lane=self._lane,
                 route=reply,
@@ -192,6 +203,26 @@ class GenerationWorker:
             reply.release()
             raise RequestCancelledError("The client has gone.")
 
+    def _constraints(self, fields: GenerationFields) -> Constraints:
+        """Return what all choices of a request are held to."""
+        allowed = tuple(fields.allowed_token_ids or ())
+        if allowed and max(allowed) >= self.model.checkpoint.vocab_size:
+            raise InvalidRequestError("A token id is outside the model's vocabulary.", param="allowed_token_ids")
+        return Constraints(
+            allowed,
+            self._spellings(fields.bad_words) if fields.bad_words else (),
+            compile_structure(fields.response_format, fields.structured_outputs, self.model.grammars),
+        )
+
+    def _spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each word, at the start of a text and behind a space."""
+        spellings = []
+        for word in words:
+            bare = word.lstrip()
+            if bare:
+                spellings += [tuple(self._encode(bare, False)), tuple(self._encode(f" {bare}", False))]
+        return tuple(dict.fromkeys(filter(None, spellings)))
+
     def _logit_bias(self, bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
         if not bias:
             return ()
@@ -201,7 +232,12 @@ class GenerationWorker:
         return pairs
 
     def _sampling(
-        self, fields: GenerationFields, max_tokens: int | None, prompt_tokens: int, choice: int
+        self,
+        fields: GenerationFields,
+        max_tokens: int | None,
+        prompt_tokens: int,
+        choice: int,
+        constraints: Constraints,
     ) -> SamplingParams:
         defaults = self.model.checkpoint.generation_defaults
         room = self.model.max_model_len - prompt_tokens
@@ -231,4 +267,7 @@ class GenerationWorker:
             include_stop=bool(fields.include_stop_str_in_output),
             stop_token_ids=frozenset(fields.stop_token_ids or ()),
             ignore_eos=bool(fields.ignore_eos),
+            allowed_token_ids=constraints.allowed_token_ids,
+            bad_words=constraints.bad_words,
+            grammar=constraints.grammar,
         )

@@ -14,9 +14,11 @@ from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict
 
 from ftserve.engine.errors import InvalidRequestError
+from ftserve.server.structured import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128
 MAX_BIASED_TOKENS = 1024
+MAX_BAD_WORDS = 1024
 MAX_TOKEN_ID = 2**32 - 1
 MAX_COUNT = 2**31 - 1  # of tokens: far beyond every model, and a number that each library can hold
 
@@ -24,7 +26,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {  # field: values that ask for nothing
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
     "suffix": (None, ""),
@@ -74,6 +75,10 @@ class GenerationFields(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     ignore_eos: bool | None = False
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
@@ -81,7 +86,6 @@ class GenerationFields(BaseModel):
     tools: Any = None  # these are in _NOT_YET
     tool_choice: Any = None
     functions: Any = None
-    response_format: Any = None
     logprobs: Any = None
     top_logprobs: Any = None
     suffix: Any = None
@@ -211,4 +215,6 @@ def _invalid(error: ErrorDetails) -> InvalidRequestError:
 
 
 def _names_a_type(part: str | int) -> bool:
-    return isinstance(part, str) and ("[" in part or part in {"str", "constrained-str", "int", "float"})
+    return isinstance(part, str) and (
+        "[" in part or part in {"str", "constrained-str", "int", "float", "StructuralTags"}
+    )

@@ -61,7 +61,16 @@ def test_integers_are_good_floats() -> None:
         ({"messages": [{"role": 1, "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"tools": [{}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.name",
+        ),
+        ({"structured_outputs": {"choice": "yes"}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+        ({"structured_outputs": {"structural_tag": {"triggers": []}}}, "structured_outputs.structural_tag"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
         ({"logprobs": True}, "logprobs"),
     ],
 )
