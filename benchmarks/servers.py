@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
-from benchmarks.sides import MissingCaseError, environment, process_cpu
+from benchmarks.sides import ROOT, MissingCaseError, environment, process_cpu
 from ftserve.server.bench.generator import LoadGenerator, Plan
 from ftserve.server.bench.workload import Item, Workload, WorkloadConfig
 
@@ -28,8 +29,11 @@ _NULL_ENGINE = ("-m", "ftserve", "--engine", "null", "--port", "0", "--max-num-s
 class Server:
     """A process that serves."""
 
-    def __init__(self, *command: str, checkout: Path, site: Path) -> None:
-        self._command, self._checkout, self._site = command, checkout, site
+    def __init__(
+        self, *command: str, checkout: Path = ROOT, site: Path | None = None, cpus: Collection[int] = ()
+    ) -> None:
+        """Start `python COMMAND` over a checkout, on `cpus` only if some are given."""
+        self._command, self._checkout, self._site, self._cpus = command, checkout, site, cpus
         self.start()
 
     def start(self) -> None:
@@ -40,6 +44,8 @@ class Server:
             stderr=subprocess.PIPE,
             text=True,
         )
+        if self._cpus:  # before it has threads, which inherit it
+            os.sched_setaffinity(self.process.pid, self._cpus)
         assert self.process.stderr is not None
         found = (re.search(r"at http://127\.0\.0\.1:(\d+)", line) for line in self.process.stderr)
         address = next(filter(None, found), None)

@@ -36,9 +36,11 @@ def site_of(checkout: Path, into: Path) -> Path:
     return into
 
 
-def environment(site: Path) -> dict[str, str]:
+def environment(site: Path | None) -> dict[str, str]:
+    """Return the environment of a process over `site`, or over what is installed."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("FTSERVE_")}
-    return ours | {"PYTHONPATH": str(site), "PYTHON_GIL": "0", "OMP_NUM_THREADS": "1"}
+    ours |= {"PYTHON_GIL": "0", "OMP_NUM_THREADS": "1"}
+    return ours if site is None else ours | {"PYTHONPATH": str(site)}
 
 
 def extract(revision: str, into: Path) -> Path:

@@ -28,6 +28,7 @@ from granian._futures import _future_watcher_wrapper, _new_cbscheduler
 from granian.constants import SSLProtocols
 from granian.http import HTTP1Settings
 
+from ftserve.engine.threads import name_this_thread
 from ftserve.server.config import ServerConfig, Tls
 from ftserve.server.exchange import Exchange, Inline
 
@@ -97,6 +98,7 @@ class HttpServer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        name_this_thread("ft-http")  # the thread that calls handlers; those that read and write are granian's
         assert self._socket is not None, "bind first"
         direct = self._config.http_scheduler == "direct"
         loop = InlineLoop() if direct else asyncio.new_event_loop()

@@ -18,6 +18,7 @@ _ROLES = {  # how the kernel calls a thread, without its number: what it is for 
     "ft-media": "media",
     "ft-out": "output",
     "ft-engine": "engine",
+    "ft-http": "http",
     "tokio-rt-worker": "http",
     "tokio-runtime-w": "http",
 }
@@ -71,6 +72,12 @@ def process_tree(pid: int) -> list[int]:
     return tree
 
 
+def role_of(thread_name: str) -> str:
+    """Return what a thread is for, by the kernel's name of it."""
+    name = thread_name.rstrip("0123456789").rstrip("-")
+    return _ROLES.get(name, name)
+
+
 def cpu_by_role(pid: int) -> dict[str, float]:
     """Return the CPU seconds that a process and its descendants have spent so far, by what their threads are for."""
     spent: dict[str, float] = {}
@@ -78,13 +85,21 @@ def cpu_by_role(pid: int) -> dict[str, float]:
         for task in Path(f"/proc/{member}/task").glob("[0-9]*"):
             try:
                 name = (task / "comm").read_text().strip()
-                fields = (task / "stat").read_text().rpartition(")")[2].split()
+                seconds = _cpu_seconds(task)
             except OSError:
                 continue
-            name = name.rstrip("0123456789").rstrip("-")
-            role = _ROLES.get(name, name)
-            spent[role] = spent.get(role, 0.0) + (int(fields[11]) + int(fields[12])) * _TICK_S
+            role = role_of(name)
+            spent[role] = spent.get(role, 0.0) + seconds
     return spent
+
+
+def _cpu_seconds(task: Path) -> float:
+    """Return what a thread has spent, to the nanosecond where the kernel counts so, else in ticks."""
+    try:
+        return int((task / "schedstat").read_text().split()[0]) / 1e9
+    except FileNotFoundError:
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 def resident_bytes(pid: int) -> int:
