@@ -36,7 +36,7 @@ log = logging.getLogger("ftserve.preprocess")
 Observe = Callable[[str, float], None]  # (stage, seconds): belongs to one thread
 Task = Callable[[Observe], None]
 
-STAGES = ("media_open", "media_wait", "media_decode")
+STAGES = ("media_fetch", "media_open", "media_wait", "media_decode")
 
 
 class Opened(Protocol):
@@ -63,7 +63,13 @@ class MediaHandler(Protocol):
 
 
 class Fetcher(Protocol):
-    """Gets bytes from the network."""
+    """Gets bytes from the network, see `fetch.HttpFetcher`."""
+
+    def start(self) -> None: ...
+
+    def close(self, timeout_s: float) -> bool: ...
+
+    def num_fetching(self) -> int: ...
 
     def fetch(
         self, url: str, then: Callable[[Payload], None], failed: Callable[[FtserveError], None]
@@ -197,6 +203,8 @@ class MediaIntake:
     def start(self) -> None:
         self._openers.start()
         self._decoders.start()
+        if self._fetcher is not None:
+            self._fetcher.start()
 
     def wait_loaded(self) -> None:
         self._openers.wait_loaded()
@@ -209,11 +217,15 @@ class MediaIntake:
             live = [*self._live]
         for gathering in live:
             gathering.fail(_stopping())
-        return self._openers.close(timeout_s) and self._decoders.close(timeout_s)
+        has_ended = self._fetcher is None or self._fetcher.close(timeout_s)
+        return self._openers.close(timeout_s) and self._decoders.close(timeout_s) and has_ended
 
     def put(self, task: Task) -> None:
         """Run something on an opening thread, such as the parsing of a body full of base64."""
         self._openers.put(task)
+
+    def num_fetching(self) -> int:
+        return 0 if self._fetcher is None else self._fetcher.num_fetching()
 
     def depth(self) -> int:
         """Return how many items wait to be opened or decoded, those at the gate aside."""

@@ -37,6 +37,16 @@ def add_media_options(parser: argparse.ArgumentParser, amount: Number, amount_or
         help="serve file: URLs of files in here; without it, none",
     )
     group.add_argument(
+        "--allowed-media-domains",
+        action="append",
+        metavar="HOST",
+        help="fetch URLs from this host alone, private addresses included; can be given several times; .example.com is "
+        "all below it; without it, every host with public addresses",
+    )
+    group.add_argument(
+        "--media-fetch-timeout", type=amount, default=defaults.fetch_timeout_s, help="seconds until a fetch is given up"
+    )
+    group.add_argument(
         "--max-media-mb", type=amount, default=defaults.max_file_mb, help="MiB of one image or video as it is sent"
     )
     group.add_argument("--max-image-megapixels", type=amount, default=defaults.max_megapixels, help="size of one image")
@@ -67,6 +77,8 @@ def media_config(options: argparse.Namespace) -> MediaConfig:
         decoding_megapixels=options.decoding_megapixels,
         waiting_megapixels=options.waiting_megapixels,
         allowed_local_path=options.allowed_local_media_path,
+        allowed_domains=tuple(domain.lower() for domain in options.allowed_media_domains or ()),
+        fetch_timeout_s=options.media_fetch_timeout,
     )
 
 

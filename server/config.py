@@ -84,6 +84,8 @@ class MediaConfig:
     decoding_megapixels: float = 512.0  # of all that is being decoded at once
     waiting_megapixels: float = 8192.0  # of what waits for that; more gets 429
     allowed_local_path: Path | None = None  # for file: URLs
+    allowed_domains: tuple[str, ...] = ()  # for http: and https: URLs; none: every public host
+    fetch_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

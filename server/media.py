@@ -6,12 +6,14 @@ import logging
 import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ftserve.engine.checkpoint import Checkpoint
 from ftserve.engine.threads import name_this_thread
 from ftserve.engine.types import MediaSpan, Modality
 from ftserve.preprocess.chat import shows_parts
+from ftserve.preprocess.fetch import FetchRules, HttpFetcher
 from ftserve.preprocess.formats import ImageLimits
 from ftserve.preprocess.gate import PixelGate
 from ftserve.preprocess.intake import Gathering, MediaIntake, Observe
@@ -27,6 +29,7 @@ from ftserve.server.wire import ChatRequest
 
 log = logging.getLogger("ftserve.server")
 
+DECODE_NICENESS = 5  # what is short goes first where cores are few: texts, answers, the engine's own work
 LARGE_BODY_BYTES = 256 << 10  # parsing it would hold up the texts behind it
 
 Readers = Mapping[str, tuple[str, Callable[[], float]]]
@@ -73,6 +76,7 @@ class MediaFront:
             "mm_in_flight": ("Media that are decoded or wait for it", lambda: cache().num_in_flight),
             "mm_pixels_decoding": ("Pixels of media that are being decoded", lambda: gate().pixels_inside),
             "mm_pixels_waiting": ("Pixels of media that wait for room", lambda: gate().pixels_waiting),
+            "mm_fetching": ("URLs that are being fetched", self.intake.num_fetching),
             "mm_queue_depth": ("Media that wait for a thread", self.intake.depth),
         }
 
@@ -100,28 +104,26 @@ def make_media(config: MediaConfig, checkpoint: Checkpoint, *, num_threads: int)
         log.warning("models of type %s are served without images", checkpoint.model_type)
         return None
     limits = ImageLimits(max_bytes=int(config.max_file_mb * 2**20), max_pixels=int(config.max_megapixels * 1e6))
-    recorders = [Recorder() for _ in range(2 * num_threads)]
+    rules = FetchRules(domains=config.allowed_domains, max_bytes=limits.max_bytes, timeout_s=config.fetch_timeout_s)
+    recorders = {role: [Recorder() for _ in range(num_threads)] for role in ("open", "decode")}
+    recorders["fetch"] = [Recorder()]
 
     def on_thread(role: str, number: int) -> Observe:
         native_id = name_this_thread(f"ft-{role}-{number}")
-        is_decoder = role == "decode"
-        if is_decoder:
+        if role == "decode":
             os.setpriority(os.PRIO_PROCESS, native_id, DECODE_NICENESS)
-        return recorders[number + num_threads * is_decoder].observe_stage
+        return recorders[role][number].observe_stage
 
     intake = MediaIntake(
         QwenMedia.read(checkpoint.path, limits),
         MediaCache(int(config.cache_gb * 2**30)),
         PixelGate(int(config.decoding_megapixels * 1e6), int(config.waiting_megapixels * 1e6)),
         files=LocalFiles(config.allowed_local_path),
-        fetcher=None,
+        fetcher=HttpFetcher(rules, lambda: on_thread("fetch", 0)),
         num_threads=num_threads,
         on_thread=on_thread,
     )
-    return MediaFront(intake, _part_rules(config, checkpoint), _token_ids(checkpoint), recorders)
-
-
-DECODE_NICENESS = 5  # what is short goes first where the cores are short: texts, answers, the engine
+    return MediaFront(intake, _part_rules(config, checkpoint), _token_ids(checkpoint), [*chain(*recorders.values())])
 
 
 def _token_ids(checkpoint: Checkpoint) -> dict[Modality, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.preprocess.pictures import encoded, picture
+from tests.preprocess.sites import Site, endless, serving, silent
 from tests.server.serving import NULL_ENGINE, RunningServer, wait_until
 
 MODEL = "tiny-vlm"
@@ -47,7 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[RunningServer]:
     log = tmp_path_factory.mktemp("media") / "log"
-    limits = ("--limit-mm-per-prompt", '{"image": 4}', "--allowed-local-media-path", str(folder))
+    limits = ["--limit-mm-per-prompt", '{"image": 4}', "--allowed-local-media-path", str(folder)]
+    limits += ["--allowed-media-domains", "127.0.0.1", "--media-fetch-timeout", "2", "--max-media-mb", "8"]
     with RunningServer(log, *NULL_ENGINE, *limits, MODEL) as running:
         yield running
         assert running.is_idle()
@@ -106,6 +108,36 @@ def test_files_are_served_from_the_allowed_folder_alone(server: RunningServer, f
         answer = ask(server, {"type": "image_url", "image_url": {"url": url}})
         assert answer.status_code == status
         assert str(folder) not in answer.text
+
+
+def test_images_are_fetched_and_hostile_sites_are_refused_in_time(server: RunningServer) -> None:
+    data = encoded(picture(56, 56))
+    pages: dict[str, Callable[[Site], None]] = {
+        "/a.png": lambda site: site.answer(200, data),
+        "/text": lambda site: site.answer(200, b"no picture", content_type="image/png"),
+        "/metadata": lambda site: site.answer(302, location="http://169.254.169.254/latest/meta-data"),
+        "/endless": endless,
+        "/silent": silent,
+    }
+    with serving(pages) as (base, seen):
+
+        def fetch(url: str) -> tuple[int, str]:
+            answer = ask(server, {"type": "image_url", "image_url": {"url": url}})
+            return answer.status_code, answer.text
+
+        with ThreadPoolExecutor(20) as clients:
+            answers = list(clients.map(fetch, [f"{base}/a.png"] * 20))
+        assert {status for status, _ in answers} == {200}
+        assert 1 <= seen.count("/a.png") <= 20
+        for path in ("text", "missing", "metadata", "endless", "silent"):
+            status, text = fetch(f"{base}/{path}")
+            assert status in (400, 422), path
+            assert "127.0.0.1" not in text
+            assert "169.254" not in text
+    for url in ("http://127.0.0.1:1/", "http://localhost/", "http://127.0.0.1:80\\@evil/", "https://example.com/a.png"):
+        status, text = fetch(url)
+        assert status in (400, 422), url
+    wait_until(lambda: server.metric("mm_fetching") == 0, "all fetches have ended")
 
 
 def test_text_cannot_forge_a_placeholder(server: RunningServer) -> None:
