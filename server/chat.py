@@ -14,9 +14,10 @@ from ftserve.preprocess.vocabulary import json_escape
 from ftserve.server.choice import ChoiceEnd
 from ftserve.server.exchange import Exchange
 from ftserve.server.generation import GenerationWorker, Job, Prepared
+from ftserve.server.logprobs import Scores
 from ftserve.server.problems import problem_of
 from ftserve.server.reply import usage_json
-from ftserve.server.rich import Delta, Kind, Message
+from ftserve.server.rich import Delta, Kind, Message, RichOptions
 from ftserve.server.wire import ChatRequest, parse, text_of
 
 
@@ -69,16 +70,20 @@ def _prompt(
     prompt = worker.tokenize(text, add_special_tokens=False)  # the template has written the special tokens itself
     times.tokenized = time.monotonic()
     max_tokens = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
-    reply_format = ChatFormat(exchange.request_id, worker.model.name, include_usage=fields.wants_usage())
-    return Prepared(fields, [prompt], max_tokens, reply_format)
+    scores = worker.scores(fields)
+    reply_format = ChatFormat(exchange.request_id, worker.model.name, include_usage=fields.wants_usage(), scores=scores)
+    rich = None if scores is None else RichOptions(keeps_tokens=True)
+    return Prepared(fields, [prompt], max_tokens, reply_format, rich=rich)
 
 
 class ChatFormat:
     """Chat completion objects and chunks, put together from parts that are built once a request."""
 
-    __slots__ = ("_chunk_head", "_chunk_tail", "_head")
+    __slots__ = ("_chunk_head", "_chunk_tail", "_head", "_prompt_logprobs", "_scores")
 
-    def __init__(self, request_id: str, model: str, *, include_usage: bool) -> None:
+    def __init__(self, request_id: str, model: str, *, include_usage: bool, scores: Scores | None = None) -> None:
+        self._scores = scores
+        self._prompt_logprobs = ""  # a member of the whole answer, found with its first choice
         self._head = (
             f'"id":"chatcmpl-{json_escape(request_id)}","created":{int(time.time())},"model":"{json_escape(model)}"'
         )
@@ -101,7 +106,8 @@ class ChatFormat:
         return f'{self._chunk_head},"choices":[],"usage":{usage_json(usage)}}}\n\n'
 
     def rich_delta(self, index: int, delta: Delta) -> str:
-        return self._chunk(f'{{"index":{index},"delta":{{{_delta_json(delta)}}},"finish_reason":null}}')
+        scores = "" if self._scores is None else f'"logprobs":{self._scores.of_chat(delta.tokens)},'
+        return self._chunk(f'{{"index":{index},"delta":{{{_delta_json(delta)}}},{scores}"finish_reason":null}}')
 
     def choice(self, index: int, escaped: str, end: ChoiceEnd) -> str:
         return (
@@ -110,11 +116,17 @@ class ChatFormat:
         )
 
     def rich_choice(self, index: int, message: Message, end: ChoiceEnd) -> str:
-        return f'{{"index":{index},"message":{{{_message_json(message)}}},"logprobs":null,{_end_json(end)}}}'
+        scores = "null"
+        if self._scores is not None:
+            scores = self._scores.of_chat(message.tokens)
+            if index == 0 and self._scores.num_prompt_top is not None:
+                self._prompt_logprobs = f',"prompt_logprobs":{self._scores.of_prompt(message.prompt_logprobs)}'
+        return f'{{"index":{index},"message":{{{_message_json(message)}}},"logprobs":{scores},{_end_json(end)}}}'
 
     def whole(self, choices: Sequence[str], usage: Usage) -> str:
         return (
-            f'{{{self._head},"object":"chat.completion","choices":[{",".join(choices)}],"usage":{usage_json(usage)}}}'
+            f'{{{self._head},"object":"chat.completion","choices":[{",".join(choices)}],"usage":{usage_json(usage)}'
+            f"{self._prompt_logprobs}}}"
         )
 
     def _chunk(self, choice: str) -> str:

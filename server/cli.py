@@ -107,6 +107,7 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         http_scheduler=options.http_scheduler,
         max_concurrent_requests=options.max_concurrent_requests,
         max_body_mb=options.max_body_mb,
+        max_logprobs=options.max_logprobs,
         body_memory_gb=options.body_memory_gb,
         body_timeout_s=options.body_timeout,
         request_timeout_s=options.request_timeout,
@@ -232,6 +233,12 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults["stall_timeout_s"],
         help="seconds until a client that takes nothing is cut off; one that takes less than half of its receive "
         "buffer in that time counts too",
+    )
+    limits.add_argument(
+        "--max-logprobs",
+        type=_number(int, 0, 1000),
+        default=defaults["max_logprobs"],
+        help="how many of the likeliest tokens a request may ask for at each place",
     )
     limits.add_argument(
         "--shutdown-timeout",

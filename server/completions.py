@@ -7,14 +7,15 @@ from array import array
 from collections.abc import Sequence
 
 from ftserve.engine.errors import InvalidRequestError
-from ftserve.engine.types import Usage
+from ftserve.engine.types import TokenEvent, Usage
 from ftserve.preprocess.tokens import ID_TYPECODE
 from ftserve.preprocess.vocabulary import json_escape
 from ftserve.server.choice import ChoiceEnd
 from ftserve.server.exchange import Exchange
 from ftserve.server.generation import GenerationWorker, Prepared
+from ftserve.server.logprobs import Scores, prompt_tokens
 from ftserve.server.reply import usage_json
-from ftserve.server.rich import Delta, Message
+from ftserve.server.rich import Delta, Message, RichOptions, Token
 from ftserve.server.wire import CompletionRequest, parse
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -29,9 +30,24 @@ def prepare_completion(worker: GenerationWorker, exchange: Exchange) -> Prepared
     prompts = _prompts(fields.prompt, worker)
     times.tokenized = time.monotonic()
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-    reply_format = CompletionFormat(exchange.request_id, worker.model.name, include_usage=fields.wants_usage())
+    scores = worker.scores(fields)
+    reply_format = CompletionFormat(
+        exchange.request_id, worker.model.name, include_usage=fields.wants_usage(), scores=scores
+    )
     echoes = _echoes(fields.prompt, prompts, worker) if fields.echo else ()
-    return Prepared(fields, prompts, max_tokens, reply_format, echoes)
+    return Prepared(fields, prompts, max_tokens, reply_format, echoes, rich=_rich(fields, scores, echoes))
+
+
+def _rich(fields: CompletionRequest, scores: Scores | None, echoes: Sequence[str]) -> RichOptions | None:
+    if scores is None:
+        return None
+    n = fields.n or 1
+
+    def echo(event: TokenEvent) -> list[Token]:
+        request = event.request
+        return prompt_tokens(request, event.prompt_logprobs or (), echoes[request.index // n], scores.texts)
+
+    return RichOptions(keeps_tokens=True, echo=echo if echoes and fields.logprobs is not None else None)
 
 
 def _prompts(
@@ -68,9 +84,10 @@ def _echoes(prompt: object, prompts: list[array[int]], worker: GenerationWorker)
 class CompletionFormat:
     """Text completion objects and chunks."""
 
-    __slots__ = ("_chunk_tail", "_head")
+    __slots__ = ("_chunk_tail", "_head", "_scores")
 
-    def __init__(self, request_id: str, model: str, *, include_usage: bool) -> None:
+    def __init__(self, request_id: str, model: str, *, include_usage: bool, scores: Scores | None = None) -> None:
+        self._scores = scores
         self._head = (
             f'"id":"cmpl-{json_escape(request_id)}","object":"text_completion",'
             f'"created":{int(time.time())},"model":"{json_escape(model)}"'
@@ -93,21 +110,30 @@ class CompletionFormat:
         return f'data: {{{self._head},"choices":[],"usage":{usage_json(usage)}}}\n\n'
 
     def rich_delta(self, index: int, delta: Delta) -> str:
-        before, after = self.delta(index)
-        return f"{before}{json_escape(delta.text)}{after}"
+        scores = "null" if self._scores is None else self._scores.of_completion(delta.tokens)
+        return (
+            f'data: {{{self._head},"choices":[{{"index":{index},"text":"{json_escape(delta.text)}",'
+            f'"logprobs":{scores},"finish_reason":null}}]{self._chunk_tail}'
+        )
 
     def choice(self, index: int, escaped: str, end: ChoiceEnd) -> str:
         return _choice(index, escaped, end)
 
     def rich_choice(self, index: int, message: Message, end: ChoiceEnd) -> str:
-        return _choice(index, json_escape(message.content), end)
+        scores = self._scores
+        if scores is None:
+            return _choice(index, json_escape(message.content), end)
+        more = ""
+        if scores.num_prompt_top is not None:
+            more = f',"prompt_logprobs":{scores.of_prompt(message.prompt_logprobs)}'
+        return _choice(index, json_escape(message.content), end, scores.of_completion(message.tokens), more)
 
     def whole(self, choices: Sequence[str], usage: Usage) -> str:
         return f'{{{self._head},"choices":[{",".join(choices)}],"usage":{usage_json(usage)}}}'
 
 
-def _choice(index: int, escaped: str, end: ChoiceEnd) -> str:
+def _choice(index: int, escaped: str, end: ChoiceEnd, logprobs: str = "null", more: str = "") -> str:
     return (
-        f'{{"index":{index},"text":"{escaped}","logprobs":null,'
-        f'"finish_reason":{end.finish_reason},"stop_reason":{end.stop_reason}}}'
+        f'{{"index":{index},"text":"{escaped}","logprobs":{logprobs},'
+        f'"finish_reason":{end.finish_reason},"stop_reason":{end.stop_reason}{more}}}'
     )

@@ -107,6 +107,7 @@ class ServerConfig:
     max_body_mb: float = 64.0  # MiB of one request
     body_memory_gb: float = 2.0  # GiB of all bodies that are being read or wait to be parsed
     body_timeout_s: float = 60.0  # from a request's head to the end of its body
+    max_logprobs: int = 20  # of the likeliest tokens that a request may ask for at each place
     max_response_bytes: int = 256 << 20  # one answer; bounds what a slow reader can pile up
     request_timeout_s: float = 600.0
     shutdown_timeout_s: float = 10.0

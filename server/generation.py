@@ -24,6 +24,7 @@ from ftserve.preprocess.chat import ChatTemplate
 from ftserve.preprocess.tokens import make_encoder
 from ftserve.preprocess.vocabulary import TokenKind
 from ftserve.server.exchange import Exchange
+from ftserve.server.logprobs import Scores
 from ftserve.server.media import MediaFront
 from ftserve.server.metrics import Recorder
 from ftserve.server.model import ServedModel
@@ -83,6 +84,7 @@ class GenerationWorker:
         first_lane: int,
         request_timeout_s: float,
         max_response_bytes: int,
+        max_logprobs: int,
         media: MediaFront | None,
         resume: Callable[[Job], None],
     ) -> None:
@@ -98,6 +100,7 @@ class GenerationWorker:
         self._lane = first_lane % num_lanes
         self._timeout_s = request_timeout_s
         self._max_response_bytes = max_response_bytes
+        self._max_logprobs = max_logprobs
 
     def __call__(self, job: Job) -> None:
         """Prepare and submit, or answer with an error. Never raises."""
@@ -154,6 +157,23 @@ class GenerationWorker:
                     f"The prompt has {len(text)} characters; the model holds {self.model.max_model_len} tokens."
                 )
         return self._encode(text, add_special_tokens)
+
+    def scores(self, fields: GenerationFields) -> Scores | None:
+        """Return which log-probabilities a request wants to see, if any.
+
+        Raises:
+            InvalidRequestError: more than the operator allows.
+        """
+        num_top, num_prompt_top = fields.num_logprobs(), fields.prompt_logprobs
+        if num_top is None and num_prompt_top is None:
+            return None
+        for count, param in (
+            (num_top, "top_logprobs" if isinstance(fields, ChatRequest) else "logprobs"),
+            (num_prompt_top, "prompt_logprobs"),
+        ):
+            if count is not None and count > self._max_logprobs:
+                raise InvalidRequestError(f"At most {self._max_logprobs} are shown.", param=param)
+        return Scores(self.model.token_texts, num_top, num_prompt_top)
 
     def _check_in_time(self, exchange: Exchange) -> None:
         if exchange.is_cancelled:
@@ -270,4 +290,6 @@ class GenerationWorker:
             allowed_token_ids=constraints.allowed_token_ids,
             bad_words=constraints.bad_words,
             grammar=constraints.grammar,
+            num_logprobs=fields.num_logprobs(),
+            num_prompt_logprobs=fields.num_prompt_logprobs(),
         )

@@ -10,6 +10,7 @@ from ftserve.engine.checkpoint import Checkpoint
 from ftserve.engine.grammar import GrammarCompiler
 from ftserve.preprocess.tokens import fastokens_is_exact, load_tokenizer
 from ftserve.preprocess.vocabulary import Vocabulary, build_vocabulary
+from ftserve.server.logprobs import TokenTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class ServedModel:
     tokenizer_json: Path
     use_fastokens: bool
     vocabulary: Vocabulary
+    token_texts: TokenTexts
     grammars: GrammarCompiler
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
@@ -37,6 +39,7 @@ class ServedModel:
             tokenizer_json=checkpoint.tokenizer_json,
             use_fastokens=fastokens_is_exact(checkpoint.tokenizer_json, tokenizer),
             vocabulary=vocabulary,
+            token_texts=TokenTexts(vocabulary),
             grammars=GrammarCompiler(
                 checkpoint.tokenizer_json, vocab_size=len(vocabulary), eos_token_ids=checkpoint.eos_token_ids
             ),

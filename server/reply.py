@@ -267,7 +267,7 @@ class Reply:
     def _whole_choice(self, choice: Choice) -> str:
         index, end = choice.request.index, choice.end()
         if choice.rich is not None:
-            return self._format.rich_choice(index, Message.of(choice.rich.take()), end)
+            return self._format.rich_choice(index, Message.of(choice.rich.take(), choice.rich.prompt_logprobs), end)
         return self._format.choice(index, "".join(choice.pending), end)
 
     def _write_error(self, error: BaseException) -> None:

@@ -78,6 +78,7 @@ class RichOptions:
     make_call_id: Callable[[], str] = make_call_id
     max_calls: int | None = None  # a call beyond these ends the choice
     is_call_forced: bool = False  # by a named `tool_choice`: calls are then no finish reason
+    echo: Callable[[TokenEvent], list[Token]] | None = None  # the tokens of the text that `begin_with` was given
     keeps_tokens: bool = False  # deltas carry the ids of their tokens, and the logprobs where the engine gives them
 
 
@@ -86,6 +87,7 @@ class Token(NamedTuple):
 
     token_id: int
     logprobs: TokenLogprobs | None
+    offset: int  # characters of the text that the detokenizer had made before it
 
 
 @dataclass(slots=True, eq=False)
@@ -120,9 +122,10 @@ class Message:
     reasoning: str
     calls: list[ToolCall]
     tokens: list[Token]
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
 
     @classmethod
-    def of(cls, deltas: Sequence[Delta]) -> Message:
+    def of(cls, deltas: Sequence[Delta], prompt_logprobs: Sequence[TokenLogprobs | None] | None = None) -> Message:
         texts: dict[Kind, list[str]] = {kind: [] for kind in Kind}
         calls: list[ToolCall] = []
         for delta in deltas:
@@ -133,7 +136,7 @@ class Message:
             else:
                 texts[delta.kind] += delta.texts
         tokens = [token for delta in deltas for token in delta.tokens]
-        return cls("".join(texts[Kind.CONTENT]), "".join(texts[Kind.REASONING]), calls, tokens)
+        return cls("".join(texts[Kind.CONTENT]), "".join(texts[Kind.REASONING]), calls, tokens, prompt_logprobs)
 
 
 class RichText:
@@ -150,12 +153,14 @@ class RichText:
         "num_calls",
         "num_reasoning_tokens",
         "pending",
+        "prompt_logprobs",
     )
 
     def __init__(self, options: RichOptions, detokenizer: Detokenizer, stops: StopMatcher | None) -> None:
         self.pending: list[Delta] = []  # not written yet; all of them, when not streamed
         self.num_calls = 0
         self.num_reasoning_tokens = 0
+        self.prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
         self._options = options
         self._detokenizer = detokenizer
         self._stops = stops
@@ -173,9 +178,14 @@ class RichText:
         """Have the content begin with a text that was not generated."""
         if text:
             self._emit(Kind.CONTENT, text)
+            self._num_taken = len(text)
 
     def push(self, token_ids: Sequence[int], event: TokenEvent) -> bool:
         """Take the tokens of `event` that are text; True if the choice ends here: a stop string, or a call too many."""
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
+            if self._options.echo is not None and self.pending:
+                self.pending[0].tokens += self._options.echo(event)
         if self._push(token_ids, event.logprobs):
             self._end()
         return self._is_ended
@@ -212,8 +222,8 @@ class RichText:
             if parser is not None:
                 self.num_reasoning_tokens += parser.is_reasoning
             text = self._detokenizer.push((token_id,))
+            token = Token(token_id, logprobs[k] if logprobs else None, self._num_taken)
             self._num_taken += len(text)
-            token = Token(token_id, logprobs[k] if logprobs else None)
             self._unplaced.append((self._num_taken if text else self._num_taken + 1, token))
             if self._take(text):
                 return True

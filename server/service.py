@@ -147,6 +147,7 @@ class Service:
             first_lane=number,
             request_timeout_s=self.config.request_timeout_s,
             max_response_bytes=self.config.max_response_bytes,
+            max_logprobs=self.config.max_logprobs,
             media=self._media,
             resume=self._pool.put,
         )

@@ -26,8 +26,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {  # field: values that ask for nothing
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "suffix": (None, ""),
     "best_of": (None, 1),
     "audio": (None,),
@@ -50,6 +48,7 @@ class StreamOptions(BaseModel):
 TokenIdKey = Annotated[str, StringConstraints(pattern="^[0-9]{1,10}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, StringConstraints(min_length=1)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_COUNT)]  # `--max-logprobs` bounds it
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1)]
 
 
@@ -77,6 +76,7 @@ class GenerationFields(BaseModel):
     ignore_eos: bool | None = False
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = False
@@ -86,8 +86,6 @@ class GenerationFields(BaseModel):
     tools: Any = None  # these are in _NOT_YET
     tool_choice: Any = None
     functions: Any = None
-    logprobs: Any = None
-    top_logprobs: Any = None
     suffix: Any = None
     best_of: Any = None
     audio: Any = None
@@ -101,6 +99,8 @@ class GenerationFields(BaseModel):
                 )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("'stream_options' is only allowed with 'stream'.", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("'prompt_logprobs' is not allowed with 'stream'.", param="prompt_logprobs")
         return self
 
     def stop_strings(self) -> tuple[str, ...]:
@@ -111,6 +111,14 @@ class GenerationFields(BaseModel):
     def salt(self) -> bytes:
         """Return what separates this tenant's cached prompts and media from others'."""
         return (self.cache_salt or "").encode()
+
+    def num_logprobs(self) -> int | None:
+        """Return how many of the likeliest tokens to show beside each generated one; None: not even its own."""
+        return None
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Return the same for the tokens of the prompt."""
+        return self.prompt_logprobs
 
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -125,6 +133,17 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: bool | None = True
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, dict[str, Any]] | None = None
+    logprobs: bool | None = False
+    top_logprobs: NumLogprobs | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("'top_logprobs' needs 'logprobs'.", param="top_logprobs")
+        return self
+
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 class CompletionRequest(GenerationFields):
@@ -132,6 +151,15 @@ class CompletionRequest(GenerationFields):
 
     echo: bool | None = False
     prompt: str | TokenIds | list[str] | list[TokenIds]
+    logprobs: NumLogprobs | None = None
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def num_prompt_logprobs(self) -> int | None:
+        if self.logprobs is None or not self.echo:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)  # what is echoed has them as well
 
 
 class TokenizeRequest(BaseModel):

@@ -88,7 +88,8 @@ VALUES: dict[str, list[str]] = {
     "stream_options": ["{}", '{"include_usage": true}'],  # without `stream`
     "model": ["1", "null", "[]", "{}"],
     "tools": ['[{"type": "function", "function": {"name": "f"}}]'],
-    "logprobs": ["true", "5"],
+    "logprobs": ["21.5", '"1"', "[]"],
+    "prompt_logprobs": ["21", "-1", "true"],
     "response_format": [
         '{"json_object": false}',
         '"json"',

@@ -14,7 +14,9 @@ from ftserve.engine.types import FinishReason, GenerationRequest, SamplingParams
 from ftserve.preprocess.text import StopMatcher
 from ftserve.server.chat import ChatFormat
 from ftserve.server.completions import CompletionFormat
+from ftserve.server.logprobs import Scores
 from ftserve.server.reply import Reply
+from ftserve.server.rich import RichOptions
 from tests.preprocess.test_text import BYTE_FALLBACK, BYTE_LEVEL, OPAQUE
 
 VOCABULARIES = {"byte_level": BYTE_LEVEL, "byte_fallback": BYTE_FALLBACK, "opaque": OPAQUE}
@@ -79,10 +81,12 @@ class Run:
         stop: tuple[str, ...] = (),
         chat: bool = True,
         usage: bool = False,
+        scores: Scores | None = None,
+        rich: RichOptions | None = None,
     ) -> None:
         self.exchange, self.engine = RecordingExchange(), CancelRecorder()
         vocabulary = VOCABULARIES[kind]
-        form = (ChatFormat if chat else CompletionFormat)("r1", "m", include_usage=usage)
+        form = (ChatFormat if chat else CompletionFormat)("r1", "m", include_usage=usage, scores=scores)
         self.reply = Reply(
             self.exchange,  # type: ignore[arg-type]  # it has what a reply asks for
             self.engine,  # type: ignore[arg-type]  # as above
@@ -97,7 +101,7 @@ class Run:
             GenerationRequest(request_id="r1", index=k, prompt_ids=(1, 2), sampling=sampling, lane=0, route=self.reply)
             for k in range(n)
         ]
-        self.reply.expect(self.requests, vocabulary, 2)
+        self.reply.expect(self.requests, vocabulary, 2, rich)
 
     def feed(self, *events: TokenEvent) -> None:
         fed = [self.reply.feed(event) for event in events]  # all of them, before the one flush

@@ -71,7 +71,10 @@ def test_integers_are_good_floats() -> None:
         ({"structured_outputs": {"structural_tag": {"triggers": []}}}, "structured_outputs.structural_tag"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"bad_words": [""]}, "bad_words"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
 )
 def test_a_refusal_names_the_field(fields: dict[str, object], param: str) -> None:
