@@ -128,6 +128,18 @@ class Checkpoint:
         )
 
 
+def read_generation_defaults(path: Path) -> dict[str, float | int]:
+    """Return the sampling values that a `generation_config.json`, or the one in a directory, recommends.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    file = path / "generation_config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such generation config")
+    return _generation_defaults(_read_json(file))
+
+
 def _read_json(file: Path, *, required: bool = False) -> dict[str, Any]:
     """Return the object in `file`, empty where a file that is not `required` is missing."""
     try:

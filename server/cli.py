@@ -1,4 +1,4 @@
-"""The command line. Defaults are read from the configuration classes; each option can come from `FTSERVE_*` too."""
+"""The command line. Defaults are read from the configuration classes; `cli_sources` has what else sets options."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from ftserve.engine.config import ENGINE_KINDS, STEP_SIZES, EngineConfig
 from ftserve.engine.errors import EngineDeadError, FtserveError
-from ftserve.engine.simulated import PROFILES
+from ftserve.server.cli_engine import add_engine_options, engine_config
 from ftserve.server.cli_media import add_media_options, media_config
+from ftserve.server.cli_model import add_model_options
+from ftserve.server.cli_sources import add_config_option, defaults_from
 from ftserve.server.config import DEFAULT_MODEL, ServerConfig, ThreadPlan, Tls, default_threads
-
-ENVIRONMENT_PREFIX = "FTSERVE_"
 
 N = TypeVar("N", int, float)
 
@@ -29,6 +28,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    logging.getLogger("ftserve.start").setLevel(logging.INFO)  # where it serves is said at every level
     for noisy in ("_granian", "filelock", "httpcore", "httpx"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if not config.log_requests:
@@ -70,7 +70,7 @@ def _exit(code: int) -> NoReturn:
 def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
     """Turn arguments and environment into a configuration; exits with code 2 on a bad one."""
     parser = _parser()
-    parser.set_defaults(**_environment_defaults(parser))
+    parser.set_defaults(**defaults_from(parser, arguments))
     options = parser.parse_args(arguments)
     if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
         parser.error("--ssl-certfile and --ssl-keyfile go together")
@@ -79,23 +79,11 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
     threads = ThreadPlan.split(
         options.threads, http=options.http_threads, preprocess=options.preprocess_threads, output=options.output_threads
     )
-    engine = EngineConfig(
-        kind=options.engine,
-        device=options.device,
-        dtype=options.dtype,
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs or STEP_SIZES[options.engine][0],
-        max_num_batched_tokens=options.max_num_batched_tokens or STEP_SIZES[options.engine][1],
-        kv_cache_gb=options.kv_cache_gb,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        torch_threads=options.torch_threads,
-        null_step_ms=options.null_step_ms,
-        simulate=options.simulate,
-        simulate_replicas=options.simulate_replicas,
-    )
     return ServerConfig(
         model=options.model,
         served_model_name=options.served_model_name,
+        chat_template=options.chat_template,
+        generation_config=options.generation_config,
         host=options.host,
         port=options.port,
         threads=threads,
@@ -116,7 +104,7 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         log_level=options.log_level,
         log_requests=options.log_requests,
         media=media_config(options),
-        engine=engine,
+        engine=engine_config(options),
     )
 
 
@@ -138,6 +126,7 @@ def _number(kind: Callable[[str], N], low: N, high: N) -> Callable[[str], N]:
 _count = _number(int, 1, 2**31 - 1)
 _amount = _number(float, 0.001, 1e6)  # seconds, gigabytes
 _amount_or_none = _number(float, 0.0, 1e6)
+_share = _number(float, 0.05, 1.0)
 
 
 def _file(text: str) -> Path:
@@ -148,8 +137,7 @@ def _file(text: str) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    server, engine = ServerConfig, EngineConfig()
-    defaults = {name: field.default for name, field in server.__dataclass_fields__.items()}
+    defaults = {name: field.default for name, field in ServerConfig.__dataclass_fields__.items()}
     parser = argparse.ArgumentParser(
         prog="ftserve",
         description="Serve an LLM to OpenAI clients from one process of free-threaded Python.",
@@ -159,12 +147,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", nargs="?", default=DEFAULT_MODEL, help="built-in name, directory, or Hugging Face hub id"
     )
+    add_config_option(parser)
+    add_model_options(parser, defaults)
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default=defaults["host"], help="address to listen on")
     http.add_argument(
         "--port", type=_number(int, 0, 65535), default=defaults["port"], help="port to listen on; 0 takes a free one"
     )
-    http.add_argument("--served-model-name", default=None, help="the name that clients use, if not the model's own")
     http.add_argument("--uds", type=Path, default=None, help="Unix socket to listen on, instead of host and port")
     http.add_argument("--ssl-certfile", type=_file, default=None, help="certificate chain, PEM")
     http.add_argument("--ssl-keyfile", type=_file, default=None, help="key of the certificate, PEM")
@@ -247,60 +236,7 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds that SIGTERM leaves to open requests",
     )
     add_media_options(parser, _amount, _amount_or_none)
-    inside = parser.add_argument_group("engine")
-    inside.add_argument(
-        "--engine",
-        choices=ENGINE_KINDS,
-        default=engine.kind,
-        help="null answers without a model; simulated does so at the pace of a GPU",
-    )
-    inside.add_argument(
-        "--device", default=engine.device, help="auto, cpu, cuda or cuda:N; several, with commas, get an engine each"
-    )
-    inside.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default=engine.dtype, help="weights"
-    )
-    inside.add_argument("--max-model-len", type=_count, default=None, help="tokens of prompt and output together")
-    seqs, tokens = (", ".join(f"{kind} {sizes[k]}" for kind, sizes in STEP_SIZES.items()) for k in (0, 1))
-    inside.add_argument(
-        "--max-num-seqs", type=_count, default=None, help=f"sequences that run at once; if not given: {seqs}"
-    )
-    inside.add_argument(
-        "--max-num-batched-tokens", type=_count, default=None, help=f"prompt tokens a step; if not given: {tokens}"
-    )
-    inside.add_argument(
-        "--kv-cache-gb",
-        type=_amount,
-        default=engine.kv_cache_gb,
-        help="GB of the KV cache; if not given, 2 on the CPU and what is free on CUDA",
-    )
-    inside.add_argument(
-        "--gpu-memory-utilization",
-        type=_number(float, 0.05, 1.0),
-        default=engine.gpu_memory_utilization,
-        help="share of a CUDA device's memory that the engine may use",
-    )
-    inside.add_argument(
-        "--torch-threads",
-        type=_count,
-        default=None,
-        help="CPU threads of the model's operators; if not given, all but one",
-    )
-    inside.add_argument(
-        "--null-step-ms", type=_amount_or_none, default=engine.null_step_ms, help="null engine: time of a step"
-    )
-    inside.add_argument(
-        "--simulate",
-        choices=tuple(PROFILES),
-        default=engine.simulate,
-        help="simulated engine: which device and model",
-    )
-    inside.add_argument(
-        "--simulate-replicas",
-        type=_count,
-        default=engine.simulate_replicas,
-        help="simulated engine: how many of them share the load",
-    )
+    add_engine_options(parser, count=_count, amount=_amount, amount_or_none=_amount_or_none, share=_share)
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
@@ -314,15 +250,3 @@ def _parser() -> argparse.ArgumentParser:
         help="whether to log one line for each request that has ended",
     )
     return parser
-
-
-def _environment_defaults(parser: argparse.ArgumentParser) -> dict[str, str | list[str]]:
-    """Return `FTSERVE_*` values by option; argparse converts strings that are defaults like arguments."""
-    found: dict[str, str | list[str]] = {}
-    for action in parser._actions:  # noqa: SLF001 - argparse has no public way to list its options
-        value = os.environ.get(ENVIRONMENT_PREFIX + action.dest.upper())
-        if value is not None and action.dest != "help":
-            if action.choices is not None and value not in action.choices:
-                parser.error(f"{ENVIRONMENT_PREFIX}{action.dest.upper()}: {value!r} is not one of {[*action.choices]}")
-            found[action.dest] = value.split(",") if isinstance(action, argparse._AppendAction) else value  # noqa: SLF001
-    return found

@@ -94,6 +94,8 @@ class ServerConfig:
 
     model: str = DEFAULT_MODEL
     served_model_name: str | None = None  # None: `model` as it was given
+    chat_template: Path | None = None  # instead of the model's own
+    generation_config: str = "auto"  # where sampling defaults come from: auto | none | a path
     host: str = "127.0.0.1"
     port: int = 8000  # 0: a free one
     uds: Path | None = None  # a Unix socket instead of host and port

@@ -7,11 +7,13 @@ import logging
 import platform
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 import ftserve
-from ftserve.engine.checkpoint import Checkpoint, resolve
+from ftserve.engine.checkpoint import Checkpoint, CheckpointError, read_generation_defaults, resolve
 from ftserve.engine.threads import name_this_thread
 from ftserve.preprocess.pool import PreprocessPool
 from ftserve.server.admission import Admission
@@ -31,6 +33,7 @@ from ftserve.server.problems import DRAINING
 from ftserve.server.uploads import Uploads
 
 log = logging.getLogger("ftserve")
+start_log = logging.getLogger("ftserve.start")  # shown at every level
 
 MAINTENANCE_INTERVAL_S = 1.0
 _LOADING_GLANCE_S = 0.2  # how often a signal is looked for while the model loads
@@ -48,7 +51,7 @@ class Service:
             ValueError: a setting does not fit the model.
         """
         name = config.served_model_name or config.model
-        checkpoint = Checkpoint.read(resolve(config.model), name=name)
+        checkpoint = adjusted(Checkpoint.read(resolve(config.model), name=name), config)
         engine_config = config.engine.resolve(model_max_len=checkpoint.model_max_len)
         assert engine_config.max_model_len is not None, "resolve fills it in"
         self.config = config
@@ -102,7 +105,8 @@ class Service:
             if stop.is_set():
                 return
         self._garbage.settle()
-        log.info("%s", self._start_line())
+        start_log.info("%s", self._start_line())
+        log.info("%s", self._sampling_line())
         log.info("%s", self._curl_line())
 
     def run(self, stop: threading.Event) -> None:
@@ -180,6 +184,12 @@ class Service:
             ftserve.__version__,
         )
 
+    def _sampling_line(self) -> str:
+        """Return what requests get that say nothing of sampling."""
+        defaults = self.model.checkpoint.generation_defaults
+        values = ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "as OpenAI's API has them"
+        return f"sampling defaults (--generation-config {self.config.generation_config}): {values}"
+
     def _curl_line(self) -> str:
         """Return a command to try."""
         where = f"--unix-socket {self.config.uds} http://localhost" if self.config.uds else self.url
@@ -198,6 +208,26 @@ class Service:
             f"encoder {'fastokens' if self.model.use_fastokens else 'tokenizers'}, "
             f"context {self.model.max_model_len})"
         )
+
+
+def adjusted(checkpoint: Checkpoint, config: ServerConfig) -> Checkpoint:
+    """Return what the model's files say, with what the operator says instead.
+
+    Raises:
+        CheckpointError: a file that the operator names is not what it should be.
+    """
+    if config.chat_template is not None:
+        try:
+            source = config.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as exc:
+            raise CheckpointError(f"--chat-template {config.chat_template}: cannot be read as text") from exc
+        checkpoint = replace(checkpoint, chat_template=source)
+    if config.generation_config == "none":
+        checkpoint = replace(checkpoint, generation_defaults={})
+    elif config.generation_config != "auto":
+        defaults = read_generation_defaults(Path(config.generation_config))
+        checkpoint = replace(checkpoint, generation_defaults=defaults)
+    return checkpoint
 
 
 def _abandon(job: Job) -> None:

@@ -197,8 +197,8 @@ def parse(model: type[W], body: bytes) -> W:
     try:
         return model.model_validate_json(body)
     except ValidationError as exc:
-        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise _invalid(first) from None
+        errors = exc.errors(include_url=False, include_context=False, include_input=False)
+        raise _invalid(_aptest(errors)) from None
 
 
 def text_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -231,6 +231,18 @@ def _part_text(part: dict[str, Any], where: str) -> str:
     return text
 
 
+def _aptest(errors: Sequence[ErrorDetails]) -> ErrorDetails:
+    """Return what to say of the first field that is wrong; a union reports each of its members.
+
+    That is the member whose type fits and whose value does not, or else the one that got furthest.
+    """
+    field = errors[0]["loc"][:1]
+    return max(
+        (error for error in errors if error["loc"][:1] == field),
+        key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])),
+    )
+
+
 def _invalid(error: ErrorDetails) -> InvalidRequestError:
     if error["type"] == "json_invalid":
         return InvalidRequestError("The body is not valid JSON.", code="invalid_json")
@@ -239,7 +251,8 @@ def _invalid(error: ErrorDetails) -> InvalidRequestError:
     if not path:
         return InvalidRequestError("The body must be a JSON object.", code="invalid_json")
     param = ".".join(path)
-    return InvalidRequestError(f"'{param}': {error['msg']}.", param=param)
+    message = error["msg"].replace(" after validation", "")
+    return InvalidRequestError(f"'{param}': {message}.", param=param)
 
 
 def _names_a_type(part: str | int) -> bool:

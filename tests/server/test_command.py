@@ -113,6 +113,8 @@ def test_a_bad_value_in_the_environment_exits_with_2(name: str, value: str) -> N
         ((str(ROOT / "tests"),), "config.json"),
         (("no-such-model",), "neither a built-in name"),
         (("--max-model-len", "100000000"), "--max-model-len"),
+        (("--generation-config", "/no/such/file"), "no such generation config"),
+        (("--chat-template", str(ROOT / "LICENSE"), "--generation-config", "/no"), "no such generation config"),
         (("--host", "203.0.113.1"), "203.0.113.1"),
         (("--host", "no-such-host.invalid"), "no-such-host"),
     ],
@@ -144,6 +146,53 @@ def test_an_argument_wins_over_the_environment_and_that_over_web_concurrency(tmp
     with RunningServer(tmp_path / "log", "--engine", "null", "--served-model-name", "mine", env=settings) as server:
         assert server.get("/v1/models").json()["data"][0]["id"] == "mine"
         assert "threads: 1 http, 2 preprocess, 1 output" in server.log()
+
+
+def test_a_file_gives_options_below_the_environment_and_the_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "ftserve.yaml"
+    file.write_text(
+        "engine: null\n"  # YAML's null: as if it were not there
+        "served-model-name: from-the-file\nmax_model_len: 100\nthreads: 7\nhttp-threads: 2\nlog-level: warning\n"
+        "api_key: [first, second]\nlog-requests: no\nlimit-mm-per-prompt: {image: 2}\n"
+    )
+    settings = {"FTSERVE_CONFIG": str(file), "FTSERVE_THREADS": "4", "FTSERVE_LOG_REQUESTS": "false"}
+    with RunningServer(tmp_path / "log", "--engine", "null", "--max-model-len", "90", env=settings) as server:
+        server.http.headers["authorization"] = "Bearer second"
+        (model,) = server.get("/v1/models").json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("from-the-file", 90)
+        assert "threads: 2 http, 1 preprocess, 1 output" in server.log()  # said although the level is higher
+        assert len(server.log().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("prot: 1", "no option 'prot'"),
+        ("config: x.yaml", "no option 'config'"),
+        ("engine: gas", "'gas' is not one of"),
+        ("port: http", "'http' is not a number"),
+        ("log-requests: perhaps", "neither true nor false"),
+        ("- port", "holds no options"),
+        ("a: b: c", "is not YAML"),
+        (None, "No such file"),
+    ],
+)
+def test_a_bad_file_exits_with_2_and_says_why(tmp_path: Path, content: str | None, words: str) -> None:
+    file = tmp_path / "ftserve.yaml"
+    if content is not None:
+        file.write_text(content)
+    assert words in error_of(run("--config", str(file)), 2)
+
+
+def test_sampling_defaults_and_the_template_can_be_the_operators(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.25, "top_k": 7}')
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    given = ("--generation-config", str(tmp_path), "--chat-template", str(tmp_path / "template.jinja"))
+    with RunningServer(tmp_path / "log", *NULL_ENGINE, *given) as server:
+        assert "temperature 0.25, top_k 7" in server.log()
+        messages = {"messages": [{"role": "user", "content": "Hello"}]}
+        ids = server.http.post("/tokenize", json=messages).json()["tokens"]
+        assert server.http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == "<Hello>"
 
 
 @pytest.mark.skipif(not WITH_GIL.exists(), reason="make env has made no environment with the GIL")

@@ -85,6 +85,20 @@ def test_a_refusal_names_the_field(fields: dict[str, object], param: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("stop", "words"),
+    [
+        (["a", "b", "c", "d", "e"], "'stop': List should have at most 4 items, not 5."),
+        (["a", 1], "'stop.1'"),
+        (5, "'stop'"),
+    ],
+)
+def test_of_a_fields_forms_the_refusal_means_the_one_that_was_tried(stop: object, words: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(stop=stop)
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b'"str"',

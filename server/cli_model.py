@@ -1,0 +1,31 @@
+"""The command line's options about how the model is shown to clients."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def add_model_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+    """Add the group; `defaults` are those of `ServerConfig`."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--served-model-name", default=None, help="the name that clients use, if not the model's own")
+    group.add_argument(
+        "--chat-template", type=_file, default=None, metavar="FILE", help="Jinja template, if not the model's own"
+    )
+    group.add_argument(
+        "--generation-config",
+        default=defaults["generation_config"],
+        metavar="auto|none|PATH",
+        help="sampling values of requests that give none: the model's own, OpenAI's, or those of a "
+        "generation_config.json or the folder it is in",
+    )
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is not a file")
+    return path
