@@ -7,7 +7,8 @@ and `lstrip_blocks`, loop controls, `tojson`, `raise_exception`, `strftime_now`,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -22,8 +23,12 @@ from ftserve.engine.errors import InvalidRequestError
 RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
+_MAX_RENDER_S = 5.0  # nested loops over messages and tools can take any time
+_CONTINUES = "\ue000ftserve continues here\ue001"  # marks where the last message ends
+
+
 class ChatTemplate:
-    """A compiled template. Compile once a thread: compiled code is never freed on 3.13t."""
+    """A compiled template, for one thread. Compile once: compiled code is never freed on 3.13t."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile `source`; `special_tokens` are names such as `bos_token` that the template may use.
@@ -31,8 +36,11 @@ class ChatTemplate:
         Raises:
             ValueError: the template does not compile.
         """
+        self._deadline = 0.0
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source, globals=dict(special_tokens))
+            tree = _with_ticks(environment, source, self._tick)
+            self._template = environment.from_string(tree, globals=dict(special_tokens))
         except jinja2.TemplateSyntaxError as exc:
             raise ValueError(f"the chat template does not compile (line {exc.lineno}): {exc.message}") from exc
 
@@ -42,27 +50,80 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final: bool = False,
     ) -> str:
-        """Return the prompt text.
+        """Return the prompt text; with `continue_final` it ends with the content of the last message.
 
         Raises:
             InvalidRequestError: the template refuses these messages or fails on them.
         """
+        if continue_final:
+            text = self._render(_marked(messages), False, kwargs, documents)
+            end = text.rfind(_CONTINUES)
+            if end < 0:
+                raise InvalidRequestError(
+                    "The chat template does not show the last message as it is.", param="messages"
+                )
+            return text[:end]
+        return self._render(messages, add_generation_prompt, kwargs, documents)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
         extra = dict(kwargs or {})
         if taken := RESERVED_NAMES & extra.keys():
             raise InvalidRequestError(
                 f"'chat_template_kwargs' must not contain '{min(taken)}'.", param="chat_template_kwargs"
             )
+        self._deadline = time.monotonic() + _MAX_RENDER_S
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **extra
+                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=documents, **extra
             )
+        except _TooLongError:
+            raise InvalidRequestError(
+                f"The chat template takes more than {_MAX_RENDER_S:g} s on these messages.", param="messages"
+            ) from None
         except _RefusedError as exc:
             raise InvalidRequestError(f"The chat template refuses these messages: {exc}", param="messages") from None
         except Exception as exc:  # anything that user data can provoke inside a template
             raise InvalidRequestError(
                 f"The chat template fails on these messages ({type(exc).__name__}).", param="messages"
             ) from exc
+
+    def _tick(self) -> None:
+        """Look at the clock; the template calls it in each round of a loop and in each macro."""
+        if time.monotonic() > self._deadline:
+            raise _TooLongError
+
+
+def _with_ticks(environment: jinja2.Environment, source: str, tick: Callable[[], None]) -> nodes.Template:
+    """Parse `source`, and have each round of its loops and each call of its macros call `tick`."""
+    tree = environment.parse(source)
+    environment.tick = tick  # type: ignore[attr-defined]  # where `EnvironmentAttribute` finds it
+    for block in (*tree.find_all(nodes.For), *tree.find_all((nodes.Macro, nodes.CallBlock))):
+        assert isinstance(block, nodes.For | nodes.Macro | nodes.CallBlock)
+        call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+        statement = nodes.ExprStmt(call, lineno=block.lineno)
+        block.body.insert(0, statement.set_environment(environment))
+    return tree
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with a mark behind the content of the last one."""
+    *before, last = messages
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*before, {**last, "content": content + _CONTINUES}]
+    if isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
+        part = {**content[-1], "text": content[-1]["text"] + _CONTINUES}
+        return [*before, {**last, "content": [*content[:-1], part]}]
+    raise InvalidRequestError("'continue_final_message' needs a last message that ends with text.", param="messages")
 
 
 def shows_parts(source: str) -> bool:
@@ -95,6 +156,10 @@ def _is_content(expression: nodes.Node, names: set[str]) -> bool:
         case nodes.Name(name=name):
             return name in names
     return False
+
+
+class _TooLongError(Exception):
+    """Raised in a template that takes too long."""
 
 
 class _RefusedError(Exception):

@@ -116,12 +116,13 @@ class ByteFallbackDetokenizer:
 class StreamDetokenizer:
     """`tokenizers`' own incremental decoder, for tokenizers that no table describes."""
 
-    __slots__ = ("_emitted", "_ids", "_stream", "_tokenizer", "is_pending")
+    __slots__ = ("_emitted", "_ids", "_skips_special", "_stream", "_tokenizer", "is_pending")
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.is_pending = True
         self._tokenizer = vocabulary.tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skips_special = vocabulary.skips_special
+        self._stream = DecodeStream(skip_special_tokens=self._skips_special)
         self._ids: list[int] = []
         self._emitted = 0  # characters
 
@@ -132,7 +133,7 @@ class StreamDetokenizer:
         return text
 
     def flush(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)[self._emitted :]
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skips_special)[self._emitted :]
 
 
 class StopMatcher:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import json
 import logging
+import threading
 from dataclasses import dataclass
 from json.encoder import encode_basestring
 from typing import Any
@@ -43,6 +44,7 @@ class Vocabulary:
     escaped: list[str | None]  # the same as it stands in JSON
     raw: list[bytes | None]  # BYTE_LEVEL: every token's bytes; BYTE_FALLBACK: those of byte tokens, else None
     strips_first_space: bool  # the decoder drops one space at the very start
+    skips_special: bool  # special tokens are no text
     max_token_chars: int  # characters of the longest token, as the vocabulary writes it
 
     def __len__(self) -> int:
@@ -62,7 +64,28 @@ def build_vocabulary(tokenizer: Tokenizer, *, skip_special_tokens: bool = True, 
             return vocabulary
         log.warning("token %d decodes unlike its table entry; using the tokenizer's own decoder", wrong)
     empty: list[Any] = [None] * size
-    return Vocabulary(TokenKind.OPAQUE, tokenizer, empty, empty, empty, False, max(map(len, ids), default=1))
+    return Vocabulary(
+        TokenKind.OPAQUE, tokenizer, empty, empty, empty, False, skip_special_tokens, max(map(len, ids), default=1)
+    )
+
+
+class VerbatimVocabulary:
+    """A vocabulary in which special tokens are text, made when it is first asked for.
+
+    Any thread. The lock is held while the tables are made, a fraction of a second; whoever asks meanwhile needs them.
+    """
+
+    def __init__(self, usual: Vocabulary) -> None:
+        self._usual = usual
+        self._lock = threading.Lock()
+        self._made: Vocabulary | None = None
+
+    def get(self) -> Vocabulary:
+        with self._lock:
+            if self._made is None:
+                usual = self._usual
+                self._made = build_vocabulary(usual.tokenizer, skip_special_tokens=False, size=len(usual))
+            return self._made
 
 
 def _recognize(decoder: dict[str, Any] | None) -> tuple[TokenKind, bool]:
@@ -117,7 +140,7 @@ def _tabulate(
             texts[token_id] = content.replace(SPACE_MARK, " ")
     escaped = [None if text is None else json_escape(text) for text in texts]
     longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
-    return Vocabulary(kind, tokenizer, texts, escaped, raw, strips, longest)
+    return Vocabulary(kind, tokenizer, texts, escaped, raw, strips, skip_special, longest)
 
 
 def _byte_level_bytes(content: str, alphabet: dict[str, int]) -> bytes:

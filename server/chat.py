@@ -13,6 +13,7 @@ from ftserve.engine.types import Usage
 from ftserve.preprocess.vocabulary import json_escape
 from ftserve.server.choice import ChoiceEnd
 from ftserve.server.exchange import Exchange
+from ftserve.server.extras import NOTHING
 from ftserve.server.generation import GenerationWorker, Job, Prepared
 from ftserve.server.logprobs import Scores
 from ftserve.server.problems import problem_of
@@ -65,9 +66,9 @@ def _prompt(
 ) -> Prepared:
     times = exchange.times
     times.validated = time.monotonic()
-    text = worker.render(messages, fields.add_generation_prompt is not False, fields.chat_template_kwargs)
+    text = worker.render(messages, fields)
     times.templated = time.monotonic()
-    prompt = worker.tokenize(text, add_special_tokens=False)  # the template has written the special tokens itself
+    prompt = worker.tokenize(text, add_special_tokens=bool(fields.add_special_tokens))
     times.tokenized = time.monotonic()
     max_tokens = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
     scores = worker.scores(fields)
@@ -79,10 +80,12 @@ def _prompt(
 class ChatFormat:
     """Chat completion objects and chunks, put together from parts that are built once a request."""
 
-    __slots__ = ("_chunk_head", "_chunk_tail", "_head", "_prompt_logprobs", "_scores")
+    __slots__ = ("_chunk_head", "_chunk_tail", "_head", "_include_usage", "_prompt_logprobs", "_scores", "extras")
 
     def __init__(self, request_id: str, model: str, *, include_usage: bool, scores: Scores | None = None) -> None:
+        self.extras = NOTHING
         self._scores = scores
+        self._include_usage = include_usage
         self._prompt_logprobs = ""  # a member of the whole answer, found with its first choice
         self._head = (
             f'"id":"chatcmpl-{json_escape(request_id)}","created":{int(time.time())},"model":"{json_escape(model)}"'
@@ -91,7 +94,8 @@ class ChatFormat:
         self._chunk_tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
     def opening(self, index: int) -> str:
-        return self._chunk(f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"finish_reason":null}}')
+        first = f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"finish_reason":null}}'
+        return self._chunk(first, self.extras.prompt_ids(index))
 
     def delta(self, index: int) -> tuple[str, str]:
         return (
@@ -100,14 +104,17 @@ class ChatFormat:
         )
 
     def closing(self, index: int, end: ChoiceEnd) -> str:
-        return self._chunk(f'{{"index":{index},"delta":{{}},{_end_json(end)}}}')
+        ids = "" if end.stop_token_id is None else self.extras.token_ids((), end.stop_token_id)
+        return self._chunk(f'{{"index":{index},"delta":{{}},{_end_json(end)}{ids}}}')
 
-    def usage(self, usage: Usage) -> str:
-        return f'{self._chunk_head},"choices":[],"usage":{usage_json(usage)}}}\n\n'
+    def last(self, usage: Usage) -> str:
+        counts = f',"usage":{usage_json(usage)}' if self._include_usage else ""
+        return f'{self._chunk_head},"choices":[]{counts}{self.extras.timings(usage)}}}\n\n'
 
     def rich_delta(self, index: int, delta: Delta) -> str:
         scores = "" if self._scores is None else f'"logprobs":{self._scores.of_chat(delta.tokens)},'
-        return self._chunk(f'{{"index":{index},"delta":{{{_delta_json(delta)}}},{scores}"finish_reason":null}}')
+        ids = self.extras.token_ids(delta.tokens)
+        return self._chunk(f'{{"index":{index},"delta":{{{_delta_json(delta)}}},{scores}"finish_reason":null{ids}}}')
 
     def choice(self, index: int, escaped: str, end: ChoiceEnd) -> str:
         return (
@@ -121,16 +128,17 @@ class ChatFormat:
             scores = self._scores.of_chat(message.tokens)
             if index == 0 and self._scores.num_prompt_top is not None:
                 self._prompt_logprobs = f',"prompt_logprobs":{self._scores.of_prompt(message.prompt_logprobs)}'
-        return f'{{"index":{index},"message":{{{_message_json(message)}}},"logprobs":{scores},{_end_json(end)}}}'
+        ids = self.extras.token_ids(message.tokens, end.stop_token_id)
+        return f'{{"index":{index},"message":{{{_message_json(message)}}},"logprobs":{scores},{_end_json(end)}{ids}}}'
 
     def whole(self, choices: Sequence[str], usage: Usage) -> str:
         return (
             f'{{{self._head},"object":"chat.completion","choices":[{",".join(choices)}],"usage":{usage_json(usage)}'
-            f"{self._prompt_logprobs}}}"
+            f"{self._prompt_logprobs}{self.extras.prompt_ids(0)}{self.extras.timings(usage)}}}"
         )
 
-    def _chunk(self, choice: str) -> str:
-        return f'{self._chunk_head},"choices":[{choice}]{self._chunk_tail}'
+    def _chunk(self, choice: str, more: str = "") -> str:
+        return f'{self._chunk_head},"choices":[{choice}]{more}{self._chunk_tail}'
 
 
 def _end_json(end: ChoiceEnd) -> str:

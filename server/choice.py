@@ -19,6 +19,7 @@ class ChoiceEnd(NamedTuple):
 
     finish_reason: str
     stop_reason: str  # the stop string or the id of the stop token that ended it, else null
+    stop_token_id: int | None = None  # the token that ended it, of which there is no text
 
 
 class Choice:
@@ -101,7 +102,7 @@ class Choice:
         reason = self.finish_reason.value
         if self.rich is not None and self.rich.ends_with_calls and self.finish_reason is FinishReason.STOP:
             reason = "tool_calls"
-        return ChoiceEnd(f'"{reason}"', stop_reason)
+        return ChoiceEnd(f'"{reason}"', stop_reason, self.stop_token_id)
 
     def _take(self, text: str) -> bool:
         if self.stops is not None:

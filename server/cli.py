@@ -83,6 +83,7 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         model=options.model,
         served_model_name=options.served_model_name,
         chat_template=options.chat_template,
+        trust_request_chat_template=options.trust_request_chat_template,
         generation_config=options.generation_config,
         host=options.host,
         port=options.port,

@@ -16,6 +16,12 @@ def add_model_options(parser: argparse.ArgumentParser, defaults: Mapping[str, An
         "--chat-template", type=_file, default=None, metavar="FILE", help="Jinja template, if not the model's own"
     )
     group.add_argument(
+        "--trust-request-chat-template",
+        action=argparse.BooleanOptionalAction,
+        default=defaults["trust_request_chat_template"],
+        help="whether requests may bring a 'chat_template', which then runs in a process with limits",
+    )
+    group.add_argument(
         "--generation-config",
         default=defaults["generation_config"],
         metavar="auto|none|PATH",

@@ -12,6 +12,7 @@ from ftserve.preprocess.tokens import ID_TYPECODE
 from ftserve.preprocess.vocabulary import json_escape
 from ftserve.server.choice import ChoiceEnd
 from ftserve.server.exchange import Exchange
+from ftserve.server.extras import NOTHING
 from ftserve.server.generation import GenerationWorker, Prepared
 from ftserve.server.logprobs import Scores, prompt_tokens
 from ftserve.server.reply import usage_json
@@ -27,7 +28,7 @@ def prepare_completion(worker: GenerationWorker, exchange: Exchange) -> Prepared
     fields = parse(CompletionRequest, exchange.take_body())
     worker.check_model(fields.model)
     times.validated = times.templated = time.monotonic()
-    prompts = _prompts(fields.prompt, worker)
+    prompts = _prompts(fields.prompt, worker, add_special_tokens=fields.add_special_tokens is not False)
     times.tokenized = time.monotonic()
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     scores = worker.scores(fields)
@@ -51,7 +52,10 @@ def _rich(fields: CompletionRequest, scores: Scores | None, echoes: Sequence[str
 
 
 def _prompts(
-    prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], worker: GenerationWorker
+    prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+    worker: GenerationWorker,
+    *,
+    add_special_tokens: bool,
 ) -> list[array[int]]:
     """Return token ids for each of the four forms that `prompt` may have."""
     if not prompt:
@@ -60,7 +64,9 @@ def _prompts(
         [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)  # type: ignore[list-item,arg-type]
     )
     prompts = [
-        worker.tokenize(item, add_special_tokens=True) if isinstance(item, str) else array(ID_TYPECODE, item)
+        worker.tokenize(item, add_special_tokens=add_special_tokens)
+        if isinstance(item, str)
+        else array(ID_TYPECODE, item)
         for item in items
     ]
     for ids in prompts:
@@ -84,10 +90,12 @@ def _echoes(prompt: object, prompts: list[array[int]], worker: GenerationWorker)
 class CompletionFormat:
     """Text completion objects and chunks."""
 
-    __slots__ = ("_chunk_tail", "_head", "_scores")
+    __slots__ = ("_chunk_tail", "_head", "_include_usage", "_scores", "extras")
 
     def __init__(self, request_id: str, model: str, *, include_usage: bool, scores: Scores | None = None) -> None:
+        self.extras = NOTHING
         self._scores = scores
+        self._include_usage = include_usage
         self._head = (
             f'"id":"cmpl-{json_escape(request_id)}","object":"text_completion",'
             f'"created":{int(time.time())},"model":"{json_escape(model)}"'
@@ -95,7 +103,8 @@ class CompletionFormat:
         self._chunk_tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
     def opening(self, index: int) -> str:
-        return ""
+        ids = self.extras.prompt_ids(index)
+        return self._chunk(f'{{"index":{index},"text":"","logprobs":null,"finish_reason":null{ids}}}') if ids else ""
 
     def delta(self, index: int) -> tuple[str, str]:
         return (
@@ -104,32 +113,37 @@ class CompletionFormat:
         )
 
     def closing(self, index: int, end: ChoiceEnd) -> str:
-        return f'data: {{{self._head},"choices":[{_choice(index, "", end)}]{self._chunk_tail}'
+        ids = "" if end.stop_token_id is None else self.extras.token_ids((), end.stop_token_id)
+        return self._chunk(_choice(index, "", end, more=ids))
 
-    def usage(self, usage: Usage) -> str:
-        return f'data: {{{self._head},"choices":[],"usage":{usage_json(usage)}}}\n\n'
+    def last(self, usage: Usage) -> str:
+        counts = f',"usage":{usage_json(usage)}' if self._include_usage else ""
+        return f'data: {{{self._head},"choices":[]{counts}{self.extras.timings(usage)}}}\n\n'
 
     def rich_delta(self, index: int, delta: Delta) -> str:
         scores = "null" if self._scores is None else self._scores.of_completion(delta.tokens)
-        return (
-            f'data: {{{self._head},"choices":[{{"index":{index},"text":"{json_escape(delta.text)}",'
-            f'"logprobs":{scores},"finish_reason":null}}]{self._chunk_tail}'
-        )
+        ids = self.extras.token_ids(delta.tokens)
+        text = json_escape(delta.text)
+        return self._chunk(f'{{"index":{index},"text":"{text}","logprobs":{scores},"finish_reason":null{ids}}}')
 
     def choice(self, index: int, escaped: str, end: ChoiceEnd) -> str:
         return _choice(index, escaped, end)
 
     def rich_choice(self, index: int, message: Message, end: ChoiceEnd) -> str:
         scores = self._scores
+        more = self.extras.token_ids(message.tokens, end.stop_token_id) + self.extras.prompt_ids(index)
         if scores is None:
-            return _choice(index, json_escape(message.content), end)
-        more = ""
+            return _choice(index, json_escape(message.content), end, more=more)
         if scores.num_prompt_top is not None:
-            more = f',"prompt_logprobs":{scores.of_prompt(message.prompt_logprobs)}'
+            more += f',"prompt_logprobs":{scores.of_prompt(message.prompt_logprobs)}'
         return _choice(index, json_escape(message.content), end, scores.of_completion(message.tokens), more)
 
     def whole(self, choices: Sequence[str], usage: Usage) -> str:
-        return f'{{{self._head},"choices":[{",".join(choices)}],"usage":{usage_json(usage)}}}'
+        more = self.extras.timings(usage)
+        return f'{{{self._head},"choices":[{",".join(choices)}],"usage":{usage_json(usage)}{more}}}'
+
+    def _chunk(self, choice: str) -> str:
+        return f'data: {{{self._head},"choices":[{choice}]{self._chunk_tail}'
 
 
 def _choice(index: int, escaped: str, end: ChoiceEnd, logprobs: str = "null", more: str = "") -> str:

@@ -97,6 +97,7 @@ class ServerConfig:
     model: str = DEFAULT_MODEL
     served_model_name: str | None = None  # None: `model` as it was given
     chat_template: Path | None = None  # instead of the model's own
+    trust_request_chat_template: bool = False  # whether requests may bring one along
     generation_config: str = "auto"  # where sampling defaults come from: auto | none | a path
     host: str = "127.0.0.1"
     port: int = 8000  # 0: a free one

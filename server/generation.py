@@ -7,7 +7,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ftserve.engine.client import Engine
@@ -24,6 +24,7 @@ from ftserve.preprocess.chat import ChatTemplate
 from ftserve.preprocess.tokens import make_encoder
 from ftserve.preprocess.vocabulary import TokenKind
 from ftserve.server.exchange import Exchange
+from ftserve.server.extras import Extras
 from ftserve.server.logprobs import Scores
 from ftserve.server.media import MediaFront
 from ftserve.server.metrics import Recorder
@@ -32,7 +33,7 @@ from ftserve.server.problems import problem_of
 from ftserve.server.reply import Reply, ReplyFormat
 from ftserve.server.rich import RichOptions
 from ftserve.server.structured import compile_structure
-from ftserve.server.wire import ChatRequest, GenerationFields, parse, text_of
+from ftserve.server.wire import ChatRequest, GenerationFields, TemplateFields, parse, text_of
 
 log = logging.getLogger("ftserve.server")
 
@@ -123,7 +124,7 @@ class GenerationWorker:
         text = "Hello"
         if self._template is not None:
             with contextlib.suppress(InvalidRequestError):  # a template may want more than one user's message
-                text = self.render(text_of(fields.messages), True, None)
+                text = self.render(text_of(fields.messages), fields)
         self.tokenize(text, add_special_tokens=False)
 
     def check_model(self, name: str) -> None:
@@ -131,17 +132,28 @@ class GenerationWorker:
         if name != self.model.name:
             raise ModelNotFoundError(f"The model '{name[:200]}' does not exist here; this server has a single one.")
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, kwargs: Mapping[str, Any] | None
-    ) -> str:
-        """Return the prompt text that the model's chat template makes of `messages`.
+    def render(self, messages: Sequence[Mapping[str, Any]], fields: TemplateFields) -> str:
+        """Return the prompt text that the chat template, the model's or the request's, makes of `messages`.
 
         Raises:
-            InvalidRequestError: the template refuses them, or the model has none.
+            InvalidRequestError: the template refuses them, or there is none, or it may not come with a request.
         """
+        continue_final = bool(fields.continue_final_message)
+        options: dict[str, Any] = {
+            "add_generation_prompt": fields.add_generation_prompt is not False and not continue_final,
+            "kwargs": fields.chat_template_kwargs,
+            "documents": fields.documents,
+            "continue_final": continue_final,
+        }
+        if fields.chat_template is not None:
+            if self.model.templates is None:
+                raise InvalidRequestError(
+                    "This server takes no templates from requests; its operator can allow them.", param="chat_template"
+                )
+            return self.model.templates.render(fields.chat_template, messages, **options)
         if self._template is None:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
+        return self._template.render(messages, **options)
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> array[int]:
         """Return the ids of `text`.
@@ -187,13 +199,21 @@ class GenerationWorker:
         if len(prepared.prompts) * n > MAX_TOTAL_CHOICES:
             raise InvalidRequestError(f"More than {MAX_TOTAL_CHOICES} choices in one request.", param="n")
         constraints = self._constraints(fields)
+        vocabulary, rich = self.model.vocabulary, prepared.rich
+        if fields.skip_special_tokens is False:
+            vocabulary = self.model.verbatim.get()
+        if fields.return_token_ids or fields.timings:
+            shown = prepared.prompts if fields.return_token_ids else ()
+            prepared.reply_format.extras = Extras(shown, n, times if fields.timings else None)
+            if fields.return_token_ids:
+                rich = replace(rich or RichOptions(), keeps_tokens=True)
         reply = Reply(
             exchange,
             self._engine,
             prepared.reply_format,
-            self.model.vocabulary,
+            vocabulary,
             is_streamed=bool(fields.stream),
-            include_usage=fields.wants_usage(),
+            include_usage=fields.wants_usage() or bool(fields.timings),
             max_bytes=self._max_response_bytes,
         )
         self._lane = (self._lane + 1) % self._num_lanes
@@ -211,11 +231,12 @@ class GenerationWorker:
                 times=times,
                 replica=replica,
                 cache_salt=fields.salt(),
+                priority=fields.priority or 0,
             )
             for k, (prompt, replica) in enumerate(zip(prepared.prompts, replicas, strict=True))
             for choice in range(n)
         ]
-        reply.expect(requests, self.model.vocabulary, sum(map(len, prepared.prompts)), prepared.rich)
+        reply.expect(requests, vocabulary, sum(map(len, prepared.prompts)), rich)
         if prepared.echoes:
             reply.begin_with([echo for echo in prepared.echoes for _ in range(n)])
         times.submitted = time.monotonic()

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ftserve.engine.checkpoint import Checkpoint
 from ftserve.engine.grammar import GrammarCompiler
+from ftserve.preprocess.template_sandbox import TemplateSandbox
 from ftserve.preprocess.tokens import fastokens_is_exact, load_tokenizer
-from ftserve.preprocess.vocabulary import Vocabulary, build_vocabulary
+from ftserve.preprocess.vocabulary import VerbatimVocabulary, Vocabulary, build_vocabulary
 from ftserve.server.logprobs import TokenTexts
 
 
@@ -23,12 +24,16 @@ class ServedModel:
     tokenizer_json: Path
     use_fastokens: bool
     vocabulary: Vocabulary
+    verbatim: VerbatimVocabulary  # the same with special tokens as text
+    templates: TemplateSandbox | None  # for those of requests; None: they may not bring any
     token_texts: TokenTexts
     grammars: GrammarCompiler
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, *, name: str, max_model_len: int) -> ServedModel:
+    def load(
+        cls, checkpoint: Checkpoint, *, name: str, max_model_len: int, takes_templates: bool = False
+    ) -> ServedModel:
         """Read the tokenizer and build its tables."""
         tokenizer = load_tokenizer(checkpoint.tokenizer_json)
         vocabulary = build_vocabulary(tokenizer, size=checkpoint.vocab_size)
@@ -39,11 +44,19 @@ class ServedModel:
             tokenizer_json=checkpoint.tokenizer_json,
             use_fastokens=fastokens_is_exact(checkpoint.tokenizer_json, tokenizer),
             vocabulary=vocabulary,
+            verbatim=VerbatimVocabulary(vocabulary),
+            templates=TemplateSandbox(checkpoint.special_tokens) if takes_templates else None,
             token_texts=TokenTexts(vocabulary),
             grammars=GrammarCompiler(
                 checkpoint.tokenizer_json, vocab_size=len(vocabulary), eos_token_ids=checkpoint.eos_token_ids
             ),
         )
+
+    def close(self) -> None:
+        """End the helper processes."""
+        self.grammars.close()
+        if self.templates is not None:
+            self.templates.close()
 
     def public(self) -> dict[str, object]:
         """Return the model as OpenAI's API shows it."""

@@ -14,6 +14,7 @@ from ftserve.engine.types import FinishReason, GenerationRequest, RequestTimes, 
 from ftserve.preprocess.vocabulary import Vocabulary
 from ftserve.server.choice import Choice, ChoiceEnd
 from ftserve.server.exchange import Exchange, is_lost
+from ftserve.server.extras import Extras
 from ftserve.server.problems import JSON_HEADERS, problem_of
 from ftserve.server.rich import Delta, Message, RichOptions
 
@@ -24,6 +25,8 @@ DONE = "data: [DONE]\n\n"
 class ReplyFormat(Protocol):
     """How an endpoint writes its answers. Text arrives JSON-escaped; events are whole SSE events."""
 
+    extras: Extras  # set before the request is submitted
+
     def opening(self, index: int) -> str:
         """Return the events before a choice's first text."""
 
@@ -33,8 +36,8 @@ class ReplyFormat(Protocol):
     def closing(self, index: int, end: ChoiceEnd) -> str:
         """Return the event that ends a choice."""
 
-    def usage(self, usage: Usage) -> str:
-        """Return the last event, with the counts."""
+    def last(self, usage: Usage) -> str:
+        """Return the last event, with counts and timings as far as they were asked for."""
 
     def rich_delta(self, index: int, delta: Delta) -> str:
         """Return the event for a delta of a choice that carries more than text, see `server/rich.py`."""
@@ -228,7 +231,7 @@ class Reply:
                 self._write_choice(choice, parts)
         if self._num_open == 0:
             if self._include_usage:
-                parts.append(self._format.usage(self.usage()))
+                parts.append(self._format.last(self.usage()))
             parts.append(DONE)
         if parts:
             self._send("".join(parts))

@@ -56,7 +56,12 @@ class Service:
         assert engine_config.max_model_len is not None, "resolve fills it in"
         self.config = config
         self._engine_config = engine_config
-        self.model = ServedModel.load(checkpoint, name=name, max_model_len=engine_config.max_model_len)
+        self.model = ServedModel.load(
+            checkpoint,
+            name=name,
+            max_model_len=engine_config.max_model_len,
+            takes_templates=config.trust_request_chat_template,
+        )
         self._outputs = [OutputThread(lane) for lane in range(config.threads.output)]
         self.engine = make_engine(engine_config, self.model, self._outputs)
         self._media = make_media(config.media, checkpoint, num_threads=config.threads.preprocess)
@@ -134,7 +139,7 @@ class Service:
         if self._media is not None:
             self._media.intake.close(_STOP_GRACE_S)
         self._pool.close(_STOP_GRACE_S)
-        self.model.grammars.close()
+        self.model.close()
         self.engine.close(_STOP_GRACE_S)
         for output in self._outputs:
             output.close(_STOP_GRACE_S)

@@ -20,9 +20,7 @@ def answer_tokenize(worker: GenerationWorker, exchange: Exchange) -> None:
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequestError("Give either 'prompt' or 'messages'.", param="prompt")
     if fields.messages is not None:
-        text = worker.render(
-            text_of(fields.messages), fields.add_generation_prompt is not False, fields.chat_template_kwargs
-        )
+        text = worker.render(text_of(fields.messages), fields)
         ids = worker.tokenize(text, add_special_tokens=bool(fields.add_special_tokens))
     else:
         ids = worker.tokenize(fields.prompt or "", add_special_tokens=fields.add_special_tokens is not False)

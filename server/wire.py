@@ -19,6 +19,7 @@ from ftserve.server.structured import ResponseFormat, StructuredOutputs
 MAX_CHOICES = 128
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 1024
+MAX_TEMPLATE_CHARS = 2**18
 MAX_TOKEN_ID = 2**32 - 1
 MAX_COUNT = 2**31 - 1  # of tokens: far beyond every model, and a number that each library can hold
 
@@ -26,8 +27,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {  # field: values that ask for nothing
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
-    "suffix": (None, ""),
-    "best_of": (None, 1),
     "audio": (None,),
 }
 
@@ -81,13 +80,18 @@ class GenerationFields(BaseModel):
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    skip_special_tokens: bool | None = True
+    add_special_tokens: bool | None = None  # None: to a plain prompt, and not to a chat, whose template writes them
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = 0  # smaller is sooner
+    return_token_ids: bool | None = False
+    timings: bool | None = False
+    suffix: str | None = None  # refused, and `best_of` beyond `n`
+    best_of: Annotated[int, Field(ge=1)] | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 
     tools: Any = None  # these are in _NOT_YET
     tool_choice: Any = None
     functions: Any = None
-    suffix: Any = None
-    best_of: Any = None
     audio: Any = None
 
     @model_validator(mode="after")
@@ -97,6 +101,18 @@ class GenerationFields(BaseModel):
                 raise InvalidRequestError(
                     f"'{name}' is not supported by this server yet.", param=name, code="unsupported_parameter"
                 )
+        if self.suffix:
+            raise InvalidRequestError(
+                "'suffix' is not supported: this server only continues prompts.",
+                param="suffix",
+                code="unsupported_parameter",
+            )
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequestError(
+                "'best_of' is not supported beyond 'n': ask for 'n' choices and keep the best.",
+                param="best_of",
+                code="unsupported_parameter",
+            )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("'stream_options' is only allowed with 'stream'.", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -124,13 +140,36 @@ class GenerationFields(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class ChatRequest(GenerationFields):
+class TemplateFields(BaseModel):
+    """What says how messages become a prompt."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    chat_template: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    documents: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt_end(self) -> TemplateFields:
+        if (
+            self.continue_final_message
+            and self.add_generation_prompt
+            and "add_generation_prompt" in self.model_fields_set
+        ):
+            raise InvalidRequestError(
+                "'continue_final_message' and 'add_generation_prompt' exclude each other.",
+                param="continue_final_message",
+            )
+        return self
+
+
+class ChatRequest(TemplateFields, GenerationFields):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = True
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, dict[str, Any]] | None = None
     logprobs: bool | None = False
@@ -162,7 +201,7 @@ class CompletionRequest(GenerationFields):
         return max(self.logprobs, self.prompt_logprobs or 0)  # what is echoed has them as well
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(TemplateFields):
     """Body of `POST /tokenize`: `prompt`, or `messages`."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -171,8 +210,6 @@ class TokenizeRequest(BaseModel):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None  # None: with `prompt`, and not with `messages`, whose template has them
-    add_generation_prompt: bool | None = True
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = False
 
 

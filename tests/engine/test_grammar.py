@@ -158,12 +158,12 @@ def test_few_are_remembered(compiler: GrammarCompiler) -> None:
 
 def test_the_helper_process_is_replaced(compiler: GrammarCompiler) -> None:
     compiler.regex("before")
-    process = compiler._sandbox._process
+    process = compiler._sandbox._sandbox._process
     assert process is not None
     process.kill()
     process.wait()
     assert compiler.regex("during")
-    assert compiler._sandbox._process is not process
+    assert compiler._sandbox._sandbox._process is not process
 
 
 def test_a_model_without_an_end_has_no_grammars() -> None:

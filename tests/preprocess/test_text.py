@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ftserve.preprocess.text import StopMatcher, make_detokenizer
-from ftserve.preprocess.vocabulary import TokenKind, Vocabulary, build_vocabulary, byte_level_alphabet
+from ftserve.preprocess.vocabulary import (
+    TokenKind,
+    VerbatimVocabulary,
+    Vocabulary,
+    build_vocabulary,
+    byte_level_alphabet,
+)
 
 
 def byte_level_tokenizer() -> Tokenizer:
@@ -51,6 +57,20 @@ def opaque_tokenizer() -> Tokenizer:
 BYTE_LEVEL = build_vocabulary(byte_level_tokenizer())
 BYTE_FALLBACK = build_vocabulary(byte_fallback_tokenizer())
 OPAQUE = build_vocabulary(opaque_tokenizer())
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level_tokenizer(), byte_fallback_tokenizer(), opaque_tokenizer()])
+def test_a_verbatim_vocabulary_shows_special_tokens(tokenizer: Tokenizer) -> None:
+    tokenizer.add_special_tokens(["<|marker|>"])
+    usual = build_vocabulary(tokenizer)
+    verbatim = VerbatimVocabulary(usual)
+    marker = tokenizer.token_to_id("<|marker|>")
+    assert marker is not None
+    ids = [1, marker, 2]
+    assert "<|marker|>" not in detokenize(usual, [ids])
+    assert "<|marker|>" in detokenize(verbatim.get(), [ids])
+    assert verbatim.get() is verbatim.get()
+    assert verbatim.get().kind is usual.kind
 
 
 def detokenize(vocabulary: Vocabulary, groups: Sequence[Sequence[int]]) -> str:
