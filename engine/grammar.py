@@ -94,9 +94,10 @@ class GrammarCompiler:
         Raises:
             InvalidRequestError: it is not one, or it uses what derivatives of regular expressions cannot do.
         """
-        from llguidance import LLMatcher
+        from llguidance import regex_to_lark
 
-        return self._compile(LLMatcher.grammar_from_regex(pattern), param=param, what="regular expression")
+        # "d": a digit is one of ten, as in JSON schemas; Unicode has hundreds, and a model may like odd ones.
+        return self.lark(f"start: /{regex_to_lark(pattern, 'd')}/", param=param, what="regular expression")
 
     def choice(self, options: Sequence[str], *, param: str | None = None) -> Grammar:
         """Compile "one of these texts".

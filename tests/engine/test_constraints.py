@@ -14,6 +14,7 @@ from ftserve.engine.errors import EngineRequestError, InvalidRequestError
 from ftserve.engine.grammar import Grammar, GrammarCompiler
 from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent
 from tests.engine.conftest import TINY_CLOSE, TINY_EOS, TINY_TOKENS, VOCAB_SIZE, tiny_text
+from tests.engine.schemas import follows, random_schema
 
 PERSON = {
     "type": "object",
@@ -115,6 +116,25 @@ def test_output_follows_the_schema(
         assert events[request][-1].finish_reason is FinishReason.STOP
         assert is_person(tiny_text(ids(events[request])))
     assert [ids(events[r])[:1] for r in free] == [tiny.greedy(p, 1) for p in prompts(8)]
+
+
+def test_output_follows_200_random_schemas(
+    tiny_llama: Any, make_request: Any, drain: Any, tiny_grammars: GrammarCompiler
+) -> None:
+    rng = random.Random(11)
+    schemas = [random_schema(rng, "e") for _ in range(200)]
+    batcher = tiny_llama.batcher(num_blocks=2000, max_num_seqs=64, eos_token_ids=[TINY_EOS])
+    requests = [
+        make_request([5], max_tokens=190, grammar=tiny_grammars.json_schema(schema), temperature=1.0, seed=k)
+        for k, schema in enumerate(schemas)
+    ]
+    for request in requests:
+        batcher.add(request)
+    events = drain(batcher)
+    for request, schema in zip(requests, schemas, strict=True):
+        text = tiny_text(ids(events[request]))
+        assert events[request][-1].finish_reason is FinishReason.STOP, (schema, text)
+        assert follows(text, schema), (schema, text)
 
 
 def test_preemption_and_known_prefixes_change_no_structured_output(

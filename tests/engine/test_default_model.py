@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from typing import Any
 
 import pytest
+
+from ftserve.engine.grammar import GrammarCompiler
+from tests.engine.schemas import follows, random_schema
 
 pytestmark = pytest.mark.model
 
@@ -91,3 +95,30 @@ def test_bfloat16_logprobs_are_near_those_of_transformers(
     differences.sort()
     assert statistics.mean(differences) < 0.1
     assert differences[int(0.98 * len(differences))] < 0.4
+
+
+def test_200_random_schemas_are_followed(
+    torch: Any, checkpoint: Any, encode: Any, make_request: Any, drain: Any
+) -> None:
+    from tokenizers import Tokenizer
+
+    rng = random.Random(5)
+    schemas = [random_schema(rng, "é") for _ in range(200)]
+    tokenizer = Tokenizer.from_file(str(checkpoint.tokenizer_json))
+    compiler = GrammarCompiler(
+        checkpoint.tokenizer_json, vocab_size=checkpoint.vocab_size, eos_token_ids=checkpoint.eos_token_ids
+    )
+    stepper = make_stepper(checkpoint, max_num_seqs=200)
+    prompt = encode("JSON:")
+    requests = [
+        make_request(prompt, max_tokens=120, grammar=compiler.json_schema(schema), temperature=1.0, seed=k)
+        for k, schema in enumerate(schemas)
+    ]
+    for request in requests:
+        stepper.add(request)
+    events = drain(stepper)
+    stepper.close()
+    compiler.close()
+    for request, schema in zip(requests, schemas, strict=True):
+        text = tokenizer.decode([token for event in events[request] for token in event.token_ids])
+        assert follows(text, schema), (schema, text)

@@ -66,6 +66,8 @@ def test_other_kinds_of_grammar(compiler: GrammarCompiler, accepts: Any) -> None
     for pattern in (r"\d{3}-[a-z]+", r"^\d{3}-[a-z]+$"):
         assert accepts(compiler.regex(pattern), "123-abc")
         assert not accepts(compiler.regex(pattern), "x123-abc")
+        assert not accepts(compiler.regex(pattern), "\u0661\u0662\u0663-abc")
+    assert accepts(compiler.regex("a/b\n[/]"), "a/b\n/")
     choice = compiler.choice(["yes", "no", 'a "quoted" | line\n'])
     assert [accepts(choice, text) for text in ("yes", 'a "quoted" | line\n', "ye", "maybe")] == [1, 1, 0, 0]
     tagged = compiler.lark(f'start: "<call>" body "</call>"\nbody: %json {schema_source(PERSON)}')
