@@ -27,6 +27,7 @@ from ftserve.engine.batcher import ContinuousBatcher
 from ftserve.engine.blocks import BlockPool
 from ftserve.engine.checkpoint import Checkpoint, resolve
 from ftserve.engine.config import EngineConfig
+from ftserve.engine.grammar import GrammarCompiler
 from ftserve.engine.sampler import Sampler
 from ftserve.engine.scheduler import Scheduler, StepPlan
 from ftserve.engine.torch_stepper import TorchStepper, default_threads
@@ -43,8 +44,8 @@ class Decode:
     tokens_per_s: float
 
 
-def request(prompt: Sequence[int], max_tokens: int) -> GenerationRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+def request(prompt: Sequence[int], max_tokens: int, **options: Any) -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **options)
     return GenerationRequest(request_id="bench", index=0, prompt_ids=prompt, sampling=sampling, lane=0, route=None)
 
 
@@ -53,10 +54,10 @@ def prompts(checkpoint: Checkpoint, count: int, words: int, seed: int) -> list[a
     return [encode(text, False) for text in prose(random.Random(seed), words, count)]
 
 
-def decode(stepper: ContinuousBatcher[torch.Tensor], batch: list[array[int]], steps: int) -> Decode:
+def decode(stepper: ContinuousBatcher[torch.Tensor], batch: list[array[int]], steps: int, **options: Any) -> Decode:
     """Prefill a batch, then time the steps in which every sequence gets one token."""
     for prompt in batch:
-        stepper.add(request(prompt, steps + 1))
+        stepper.add(request(prompt, steps + 1, **options))
     while len(stepper.step()) < len(batch):  # until all of them decode
         pass
     times = []
@@ -66,6 +67,26 @@ def decode(stepper: ContinuousBatcher[torch.Tensor], batch: list[array[int]], st
         times.append(time.perf_counter() - began)
     step = statistics.median(times)
     return Decode(len(batch), 1e3 * step, len(batch) / step)
+
+
+def sampling_ms(checkpoint: Checkpoint, stepper: ContinuousBatcher[torch.Tensor], steps: int) -> dict[str, float]:
+    """Return milliseconds of a step of 32 sequences by what is asked of it, the best of interleaved rounds."""
+    name = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["n"]}
+    grammars = GrammarCompiler(
+        checkpoint.tokenizer_json, vocab_size=checkpoint.vocab_size, eos_token_ids=checkpoint.eos_token_ids
+    )
+    kinds: dict[str, dict[str, Any]] = {
+        "free": {},
+        "a JSON schema": {"grammar": grammars.json_schema({"type": "array", "items": name, "minItems": 200})},
+        "a regular expression": {"grammar": grammars.regex("([a-z ]{1,20}, ){200}")},
+        "5 logprobs": {"num_logprobs": 5},
+    }
+    grammars.close()
+    batch, found = prompts(checkpoint, 32, 50, 3), dict.fromkeys(kinds, float("inf"))
+    for _ in range(3):
+        for kind, options in kinds.items():
+            found[kind] = min(found[kind], decode(stepper, batch, steps, **options).step_ms)
+    return found
 
 
 def prefill_rate(stepper: ContinuousBatcher[torch.Tensor], batch: list[array[int]]) -> float:
@@ -197,6 +218,9 @@ def print_steps(checkpoint: Checkpoint, stepper: ContinuousBatcher[torch.Tensor]
             f"decode, {batch:3} sequences after 150-word prompts: {result.step_ms:6.1f} ms a step, "
             f"{result.tokens_per_s:6.0f} tok/s; products alone {floor:5.1f} ms, ratio {result.step_ms / floor:.2f}"
         )
+    times = sampling_ms(checkpoint, stepper, min(steps, 32))
+    shares = [f"{kind} {ms / times['free']:.2f}" for kind, ms in times.items()]
+    print(f"a step of  32 sequences as a share of a free one, {times['free']:.1f} ms: {', '.join(shares[1:])}")
     print(f"prefill: {prefill_rate(stepper, prompts(checkpoint, 16, 300, 99)):.0f} tok/s")
     for batch in (32, 256):
         print(f"scheduling, sampling and events of {batch:3} sequences: {own_work_us(batch, steps):6.0f} us a step")
