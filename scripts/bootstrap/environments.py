@@ -22,9 +22,11 @@ BUILT_FROM_SOURCE: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 IMPORT_ALL = """
-import sys
-import accelerate, av, fastokens, ft_utils, gguf, granian, hf_xet, httpx, jinja2, llguidance, numpy, PIL, psutil
+import accelerate, av, fastokens, gguf, granian, hf_xet, httpx, jinja2, llguidance, numpy, PIL, psutil
 import prometheus_client, pydantic, regex, safetensors.torch, tokenizers, torch, torchvision, transformers, yaml, zmq
+"""
+CHECK_GIL = """
+import sys, ft_utils
 assert not sys._is_gil_enabled(), "an import turned the GIL on"
 """
 
@@ -82,9 +84,12 @@ def make_with_gil(uv: str) -> None:
     if WITH_GIL.is_ready():
         return
     interpreter = find_with_gil(uv)
-    with Step("venv-gil", f"install tools and test clients for {interpreter}", "10 s") as step:
+    into = ("--python", WITH_GIL.python)
+    with Step("venv-gil", f"install tools, test clients and the server for {interpreter}", "30 s to 5 min") as step:
         WITH_GIL.begin(step, uv, interpreter)
-        step.run(uv, "pip", "sync", "--python", WITH_GIL.python, WITH_GIL.requirements)
+        step.run(uv, "pip", "sync", *into, WITH_GIL.requirements)
+        step.run(uv, "pip", "install", *into, "--no-deps", "--no-build-isolation", "--editable", ROOT)
+        step.run(WITH_GIL.python, "-c", IMPORT_ALL)
         WITH_GIL.finish()
 
 
@@ -105,7 +110,7 @@ def make_free_threaded(uv: str) -> None:
     with Step("venv", "install the rest and this project, import everything", "20 s") as step:
         step.run(uv, "pip", "sync", *into, *links, FREE_THREADED.requirements)
         step.run(uv, "pip", "install", *into, "--no-deps", "--no-build-isolation", "--editable", ROOT)
-        step.run(FREE_THREADED.python, "-X", "gil=0", "-c", IMPORT_ALL)
+        step.run(FREE_THREADED.python, "-X", "gil=0", "-c", IMPORT_ALL + CHECK_GIL)
         FREE_THREADED.finish()
 
 
