@@ -30,7 +30,7 @@ class EngineConfig:
     torch_threads: int | None = None  # CPU threads of the model's operators; None: the CPUs that we may use, less one
     null_step_ms: float = 0.0  # null engine: pause between steps
     simulate: str = "h200-8b"  # simulated engine: a key of `simulated.PROFILES`
-    simulate_replicas: int = 1  # simulated engine: how many of these share each step evenly
+    simulate_replicas: int = 1  # simulated engine: how many of these, each with an engine of its own
 
     def resolve(self, *, model_max_len: int) -> EngineConfig:
         """Return a copy with `max_model_len` filled in and bounded by the model.
@@ -45,4 +45,6 @@ class EngineConfig:
 
     def by_device(self) -> list[EngineConfig]:
         """Return a configuration for each of the devices."""
+        if self.kind == "simulated":
+            return [self] * self.simulate_replicas
         return [replace(self, device=device.strip()) for device in self.device.split(",")]

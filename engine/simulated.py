@@ -4,7 +4,7 @@ Scheduler, block pool and prefix cache are the real ones. A step takes as long a
 
     step = overhead + sequences * overhead per sequence
          + max(weights / bandwidth, tokens * FLOPs per token / compute)     matrix products
-         + attention FLOPs of prompt tokens / compute
+         + (attention FLOPs of prompt tokens + FLOPs of the vision tower) / compute
          + keys and values of decoding sequences / bandwidth
 
 Bandwidth, compute and memory are those of NVIDIA's data sheets (dense; FP8 on H100 and H200, FP16 on A100). The four
@@ -28,6 +28,8 @@ from ftserve.engine.sequence import Sequence
 
 _USABLE_MEMORY = 0.9  # of the device; the rest is left to others, as engines do by default
 _WORKSPACE_BYTES = 4e9  # of activations and libraries, on each device
+# Qwen2.5-VL's vision tower: four patches a token through 0.67 B parameters; its windowed attention is left out.
+_VISION_FLOPS_PER_TOKEN = 4 * 2 * 0.67e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +61,19 @@ class StepShape:
     decodes: int = 0  # sequences that get one token
     decode_context: int = 0  # sum of their lengths
     sampled: int = 0  # sequences that get a token, by decoding or at the end of their prompt
+    media_tokens: int = 0  # of the prompt tokens, those that stand for images and videos
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepShape:
-        tokens = context = 0
+        tokens = context = media = 0
         for sequence, count in plan.prefills:
             tokens += count
-            context += count * (2 * sequence.num_computed + count) // 2
+            start = sequence.num_computed
+            context += count * (2 * start + count) // 2
+            for span in sequence.request.media:
+                media += max(0, min(start + count, span.offset + span.num_tokens) - max(start, span.offset))
         decode_context = sum(sequence.num_computed for sequence in plan.decodes)
-        return cls(tokens, context, len(plan.decodes), decode_context, len(plan.sampled()))
+        return cls(tokens, context, len(plan.decodes), decode_context, len(plan.sampled()), media)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +98,19 @@ class DeviceProfile:
         room = self.num_gpus * (_USABLE_MEMORY * self.gpu.memory - _WORKSPACE_BYTES) - weights
         return int(room / self.kv_bytes_per_token)
 
-    def step_seconds(self, shape: StepShape, replicas: int = 1) -> float:
-        """Return how long `replicas` of these take for a step that is split evenly among them."""
+    def step_seconds(self, shape: StepShape) -> float:
         decoder, gpu = self.decoder, self.gpu
         flops = gpu.flops * self.num_gpus * self.compute_share
         bandwidth = gpu.bandwidth * self.num_gpus * self.bandwidth_share
-        tokens = (shape.prefill_tokens + shape.decodes) / replicas
-        attention_flops = 4 * decoder.layers * decoder.hidden_size * shape.prefill_context / replicas
+        tokens = shape.prefill_tokens + shape.decodes
+        extra_flops = 4 * decoder.layers * decoder.hidden_size * shape.prefill_context
+        extra_flops += _VISION_FLOPS_PER_TOKEN * shape.media_tokens
         return (
             self.step_s
-            + self.sequence_s * shape.sampled / replicas
+            + self.sequence_s * shape.sampled
             + max(decoder.params * gpu.weight_bytes / bandwidth, tokens * 2 * decoder.params / flops)
-            + attention_flops / flops
-            + self.kv_bytes_per_token * shape.decode_context / replicas / bandwidth
+            + extra_flops / flops
+            + self.kv_bytes_per_token * shape.decode_context / bandwidth
         )
 
 
@@ -127,13 +133,12 @@ PROFILES: dict[str, DeviceProfile] = {
 class SimulatedRunner:
     """Takes the time of a step. The engine thread sleeps meanwhile, as it does while it waits for a device."""
 
-    def __init__(self, profile: DeviceProfile, replicas: int) -> None:
+    def __init__(self, profile: DeviceProfile) -> None:
         self._profile = profile
-        self._replicas = replicas
         self.busy_s = 0.0  # as modelled; a late wake-up is the host's fault, and so idle time of the device
 
     def run(self, plan: StepPlan) -> None:
-        seconds = self._profile.step_seconds(StepShape.of(plan), self._replicas)
+        seconds = self._profile.step_seconds(StepShape.of(plan))
         time.sleep(seconds)
         self.busy_s += seconds
 
@@ -184,11 +189,11 @@ class SimulatedStepper(ContinuousBatcher[None]):
         if config.simulate not in PROFILES:
             raise ValueError(f"--simulate {config.simulate}: known are {', '.join(PROFILES)}")
         profile = PROFILES[config.simulate]
-        self._runner_of_time = SimulatedRunner(profile, config.simulate_replicas)
-        self._about = f"simulated {config.simulate_replicas} x {config.simulate}"
+        self._runner_of_time = SimulatedRunner(profile)
+        self._about = f"simulated {config.simulate}"
         super().__init__(
             Scheduler(
-                BlockPool(config.simulate_replicas * profile.kv_capacity_tokens // BLOCK_SIZE, BLOCK_SIZE),
+                BlockPool(profile.kv_capacity_tokens // BLOCK_SIZE, BLOCK_SIZE),
                 max_num_seqs=config.max_num_seqs,
                 max_prefill_tokens=config.max_num_batched_tokens,
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pydoc_data.topics
 import random
@@ -49,13 +50,19 @@ class WorkloadConfig:
 
 def prose(rng: random.Random, words: tuple[int, int]) -> Iterator[str]:
     """Yield numbered excerpts of Python's own manual, which every interpreter carries."""
-    text = " ".join(pydoc_data.topics.topics.values()).split()
+    text = _manual()
     number = 0
     while True:
         count = rng.randint(*words)
         start = rng.randrange(len(text) - count)
         yield f"{number} " + " ".join(text[start : start + count])
         number += 1
+
+
+@functools.lru_cache(maxsize=1)
+def _manual() -> tuple[str, ...]:
+    """Return the words of the manual."""
+    return tuple(" ".join(pydoc_data.topics.topics.values()).split())
 
 
 class Workload:
@@ -69,6 +76,7 @@ class Workload:
         """
         self._config = config
         self._rng = random.Random(seed)
+        _manual()  # now, not when the first request is due
         self._prose = prose(self._rng, config.prompt_words)
         self._recorded = list(read_requests(config.file)) if config.file is not None else []
         if config.file is not None and not self._recorded:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ftserve.engine.config import EngineConfig
+from ftserve.engine.scheduler import StepPlan
+from ftserve.engine.sequence import Sequence
 from ftserve.engine.simulated import PROFILES, DeviceProfile, SimulatedStepper, StepShape
-from ftserve.engine.types import FinishReason, GenerationRequest, SamplingParams
+from ftserve.engine.types import FinishReason, GenerationRequest, MediaSpan, SamplingParams
 
 # Output tokens per second under maximum load, Llama 3.1, by lengths of prompt and output. From NVIDIA TensorRT-LLM,
 # docs/source/performance/perf-overview.md at commit 258c7540 (release 0.17): FP8 on H200 and H100, FP16 on A100; tensor
@@ -29,9 +34,9 @@ PUBLISHED = {
 MAX_BATCH = 2048
 
 
-def throughput(profile: DeviceProfile, prompt: int, output: int, replicas: int = 1) -> float:
+def throughput(profile: DeviceProfile, prompt: int, output: int) -> float:
     """Return output tokens per second in the steady state: as many sequences as memory holds, at all their ages."""
-    batch = replicas * min(MAX_BATCH, profile.kv_capacity_tokens / (prompt + output / 2))
+    batch = min(MAX_BATCH, profile.kv_capacity_tokens / (prompt + output / 2))
     prefill = batch * prompt / output
     shape = StepShape(
         prefill_tokens=round(prefill),
@@ -40,18 +45,13 @@ def throughput(profile: DeviceProfile, prompt: int, output: int, replicas: int =
         decode_context=round(batch * (prompt + output / 2)),
         sampled=round(batch),
     )
-    return batch / profile.step_seconds(shape, replicas)
+    return batch / profile.step_seconds(shape)
 
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_throughput_is_within_12_percent_of_what_was_published(name: str) -> None:
     for (prompt, output), published in zip(LENGTHS, PUBLISHED[name], strict=True):
         assert throughput(PROFILES[name], prompt, output) == pytest.approx(published, rel=0.125)
-
-
-def test_replicas_multiply_the_throughput() -> None:
-    profile = PROFILES["h200-8b"]
-    assert throughput(profile, 500, 500, replicas=4) == pytest.approx(4 * throughput(profile, 500, 500), rel=0.01)
 
 
 def make_request(prompt: list[int], max_tokens: int) -> GenerationRequest:
@@ -93,3 +93,15 @@ def test_it_needs_no_torch() -> None:
     code = "import sys, ftserve.engine.simulated; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-X", "gil=0", "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_images_cost_their_tokens_and_the_vision_tower() -> None:
+    item: Any = SimpleNamespace(num_tokens=64)
+    plans = []
+    for media in ((), (MediaSpan(item, 10),)):
+        sequence = Sequence(replace(make_request([1] * 100, 1), media=media), arrival=0, max_model_len=200)
+        sequence.num_computed = 20
+        plans.append(StepPlan(prefills=[(sequence, 60)]))
+    assert [StepShape.of(plan).media_tokens for plan in plans] == [0, 54]
+    text, image = (PROFILES["h200-8b"].step_seconds(StepShape.of(plan)) for plan in plans)
+    assert image > text

@@ -9,7 +9,7 @@ from tests.server.serving import RunningServer
 
 def test_it_answers_and_says_how_long_the_device_worked(start_server: Callable[..., RunningServer]) -> None:
     server = start_server("--engine", "simulated", "--simulate", "a100-8b", "--simulate-replicas", "2")
-    assert "device simulated 2 x a100-8b" in server.log()
+    assert "device simulated a100-8b + simulated a100-8b" in server.log()
     answer = server.chat("Hello", max_tokens=5).json()
     assert answer["usage"]["completion_tokens"] == 5
     assert answer["choices"][0]["message"]["content"].startswith(" The answer took")
