@@ -30,7 +30,7 @@ gate: env  ## compare CPU time with bare libraries and with the base commit
 micro: env  ## time the small steps of a request
 	$(NOX) micro
 
-bench: env  ## run the benchmark of the front end
+bench: env  ## print the tables of the README from scratch
 	$(NOX) bench
 
 clean-env:  ## remove .venv and .venv-gil

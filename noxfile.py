@@ -75,9 +75,16 @@ def micro(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmark of the front end and compare it with the goals."""
-    module = "benchmarks.bench_frontend"
-    session.run(str(FREE_THREADED / "python"), "-m", module, *session.posargs, env={"PYTHON_GIL": "0"})
+    """Print the tables of the README from scratch, with the alternatives beside ours; within ten minutes."""
+    python, packages = str(FREE_THREADED / "python"), str(Path(session.create_tmp()) / "serve")
+    install = ("pip", "install", "--quiet", "--python", python, "--no-deps", "--target", packages)
+    session.run(str(WITH_GIL / "uv"), *install, "-r", "requirements/alternatives.txt")
+    for module, *options in (
+        ("bench_frontend",),
+        ("bench_engine", "--quick"),
+        ("bench_alternatives", "--serve-packages", packages),
+    ):
+        session.run(python, "-m", f"benchmarks.{module}", *options, env={"PYTHON_GIL": "0"})
 
 
 def importable(session: nox.Session) -> Path:

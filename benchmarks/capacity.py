@@ -3,8 +3,8 @@
     PYTHON_GIL=0 .venv/bin/python -m benchmarks.capacity [--simulate h200-8b] [--devices 1,16] [--html FILE]
 
 Each device has an engine of its own with the real scheduler; only its time is simulated. While a rate runs, the queues
-are looked at: requests that wait for a preprocess thread say that the front end is the limit, sequences that pile up in
-the engines say that the devices are. The generator has the same cores as the server here, and takes its part of them.
+are looked at: requests that pile up before the engines say that the front end is the limit, sequences that wait in them
+say that the devices are. The generator has the same cores as the server here, and takes its part of them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LOADS = {  # model, workload, first rate for each device
 class Queues:
     """What waited where, on average, while a rate ran."""
 
-    preprocess: float = 0.0
-    engines: float = 0.0
+    before_engines: float = 0.0  # requests that the front end has, and the engines have not yet
+    engines: float = 0.0  # sequences that no device has room for
 
     @property
     def limit(self) -> str:
-        return "front end" if self.preprocess > self.engines else "devices"
+        return "front end" if self.before_engines > self.engines else "devices"
 
 
 @contextmanager
@@ -57,9 +57,9 @@ def watching(port: int) -> Iterator[Queues]:
     def look() -> None:
         while not over.wait(_GLANCE_S):
             now = scrape("127.0.0.1", port)
-            media = now.get("ftserve_media_queue_depth", 0.0)
-            waiting = now.get("ftserve_preprocess_queue_depth", 0.0) + media
-            seen.append((waiting, now.get("ftserve_num_requests_waiting", 0.0)))
+            waiting = now.get("ftserve_num_requests_waiting", 0.0)
+            in_engines = waiting + now.get("ftserve_num_requests_running", 0.0)
+            seen.append((max(0.0, now.get("ftserve_http_requests_inside", 0.0) - in_engines), waiting))
 
     watcher = threading.Thread(target=look)
     watcher.start()
@@ -69,7 +69,7 @@ def watching(port: int) -> Iterator[Queues]:
         over.set()
         watcher.join()
         if seen:
-            queues.preprocess, queues.engines = (statistics.fmean(column) for column in zip(*seen, strict=True))
+            queues.before_engines, queues.engines = (statistics.fmean(column) for column in zip(*seen, strict=True))
 
 
 def sweep(load: str, profile: str, devices: int, seconds: float) -> list[tuple[Run, Queues]]:
@@ -105,8 +105,8 @@ def row(run: Run, queues: Queues) -> str:
         f"  offered {run.rate:7.0f}/s  answered {summary.requests_per_s:7.1f}/s  "
         f"devices idle {100 * (use.device_idle_share or 0.0):5.1f} %  server {use.cpu_s / use.seconds:4.2f} cores  "
         f"generator {use.generator_cpu_s / use.seconds:4.2f}  TTFT p50 {summary.ttft_ms.p50:7.1f} ms "
-        f"p99 {summary.ttft_ms.p99:7.1f}  waiting: {queues.preprocess:.1f} for threads, "
-        f"{queues.engines:.1f} for devices"
+        f"p99 {summary.ttft_ms.p99:7.1f}  waiting: {queues.before_engines:.1f} in the front "
+        f"end, {queues.engines:.1f} for devices"
     )
 
 

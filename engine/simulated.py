@@ -103,8 +103,8 @@ class DeviceProfile:
         flops = gpu.flops * self.num_gpus * self.compute_share
         bandwidth = gpu.bandwidth * self.num_gpus * self.bandwidth_share
         tokens = shape.prefill_tokens + shape.decodes
-        extra_flops = 4 * decoder.layers * decoder.hidden_size * shape.prefill_context
-        extra_flops += _VISION_FLOPS_PER_TOKEN * shape.media_tokens
+        attention_flops = 4 * decoder.layers * decoder.hidden_size * shape.prefill_context
+        extra_flops = attention_flops + _VISION_FLOPS_PER_TOKEN * shape.media_tokens
         return (
             self.step_s
             + self.sequence_s * shape.sampled

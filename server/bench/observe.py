@@ -15,7 +15,8 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _ROLES = {  # how the kernel calls a thread, without its number: what it is for us
     "ft-pre": "preprocess",
-    "ft-media": "media",
+    "ft-open": "open media",
+    "ft-decode": "decode media",
     "ft-out": "output",
     "ft-engine": "engine",
     "ft-http": "http",
