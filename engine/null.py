@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
@@ -30,10 +30,20 @@ def scripted_logprobs(script: Sequence[int], at: int, count: int) -> TokenLogpro
 class NullStepper:
     """Emits `script` from its start, over and over, to each of up to `max_num_seqs` running requests.
 
+    A request for which `script_of` returns tokens gets these in its place, once, and then stops.
     It chooses nothing, so sampling parameters and grammars have no effect on it.
     """
 
-    def __init__(self, script: Sequence[int], *, max_num_seqs: int, max_model_len: int, step_ms: float = 0.0) -> None:
+    def __init__(
+        self,
+        script: Sequence[int],
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        step_ms: float = 0.0,
+        script_of: Callable[[GenerationRequest], Sequence[int] | None] | None = None,
+    ) -> None:
+        self._script_of = script_of
         self._ids = list(script)
         self._script = [(token_id,) for token_id in script]  # made once: events share these tuples
         self._max_num_seqs = max_num_seqs
@@ -61,6 +71,10 @@ class NullStepper:
             del waiting[request]
             request.times.scheduled = time.monotonic()
             sampling = request.sampling
+            own = self._script_of(request) if self._script_of is not None else None
+            if own is not None:
+                running[request] = self._recite(request, own)
+                continue
             is_plain = sampling.num_logprobs is None and sampling.num_prompt_logprobs is None
             running[request] = self._generate(request) if is_plain else self._score(request)
         events = [next(sequence) for sequence in running.values()]
@@ -87,6 +101,17 @@ class NullStepper:
             yield TokenEvent(request, token_ids, FinishReason.STOP, token_ids[0])
         else:
             yield TokenEvent(request, token_ids, FinishReason.LENGTH)
+
+    def _recite(self, request: GenerationRequest, script: Sequence[int]) -> Iterator[TokenEvent]:
+        """Yield the events of a sequence that has a script of its own."""
+        count = request.sampling.num_logprobs
+        request.times.first_token = time.monotonic()
+        for at, token_id in enumerate(script[: request.sampling.max_tokens]):
+            scores = (scripted_logprobs(script, at, count),) if count is not None else None
+            yield TokenEvent(request, (token_id,), logprobs=scores)
+        self._ended.append(request)
+        is_cut = len(script) > request.sampling.max_tokens
+        yield TokenEvent(request, (), FinishReason.LENGTH if is_cut else FinishReason.STOP)
 
     def _score(self, request: GenerationRequest) -> Iterator[TokenEvent]:
         """Yield the events of a sequence whose tokens' probabilities are wanted."""

@@ -52,6 +52,7 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         continue_final: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return the prompt text; with `continue_final` it ends with the content of the last message.
 
@@ -59,14 +60,14 @@ class ChatTemplate:
             InvalidRequestError: the template refuses these messages or fails on them.
         """
         if continue_final:
-            text = self._render(_marked(messages), False, kwargs, documents)
+            text = self._render(_marked(messages), False, kwargs, documents, tools)
             end = text.rfind(_CONTINUES)
             if end < 0:
                 raise InvalidRequestError(
                     "The chat template does not show the last message as it is.", param="messages"
                 )
             return text[:end]
-        return self._render(messages, add_generation_prompt, kwargs, documents)
+        return self._render(messages, add_generation_prompt, kwargs, documents, tools)
 
     def _render(
         self,
@@ -74,6 +75,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any] | None,
         documents: Sequence[Mapping[str, Any]] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
     ) -> str:
         extra = dict(kwargs or {})
         if taken := RESERVED_NAMES & extra.keys():
@@ -83,7 +85,11 @@ class ChatTemplate:
         self._deadline = time.monotonic() + _MAX_RENDER_S
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=documents, **extra
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                documents=documents,
+                **extra,
             )
         except _TooLongError:
             raise InvalidRequestError(

@@ -116,17 +116,20 @@ class ByteFallbackDetokenizer:
 class StreamDetokenizer:
     """`tokenizers`' own incremental decoder, for tokenizers that no table describes."""
 
-    __slots__ = ("_emitted", "_ids", "_skips_special", "_stream", "_tokenizer", "is_pending")
+    __slots__ = ("_emitted", "_hidden", "_ids", "_skips_special", "_stream", "_tokenizer", "is_pending")
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.is_pending = True
         self._tokenizer = vocabulary.tokenizer
-        self._skips_special = vocabulary.skips_special
+        self._hidden = vocabulary.hidden
+        self._skips_special = vocabulary.skips_special and self._hidden is None
         self._stream = DecodeStream(skip_special_tokens=self._skips_special)
         self._ids: list[int] = []
         self._emitted = 0  # characters
 
     def push(self, token_ids: Sequence[int]) -> str:
+        if self._hidden is not None:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
         text = "".join([self._stream.step(self._tokenizer, token_id) or "" for token_id in token_ids])
         self._ids.extend(token_ids)
         self._emitted += len(text)

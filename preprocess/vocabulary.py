@@ -12,7 +12,8 @@ import enum
 import json
 import logging
 import threading
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -46,9 +47,25 @@ class Vocabulary:
     strips_first_space: bool  # the decoder drops one space at the very start
     skips_special: bool  # special tokens are no text
     max_token_chars: int  # characters of the longest token, as the vocabulary writes it
+    hidden: frozenset[int] | None = None  # OPAQUE: the special tokens that are no text; None: all of them
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def showing(self, markers: Collection[str]) -> Vocabulary:
+        """Return a vocabulary in which `markers` are text, even those that are special tokens."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        specials = {token_id: token.content for token_id, token in added.items() if token.special}
+        shown = {token_id: text for token_id, text in specials.items() if text in markers}
+        if not shown:
+            return self
+        if self.kind is TokenKind.OPAQUE:
+            return replace(self, hidden=frozenset(specials.keys() - shown.keys()))
+        texts, escaped, raw = [*self.texts], [*self.escaped], [*self.raw]
+        for token_id, text in shown.items():
+            texts[token_id], escaped[token_id] = text, json_escape(text)
+            raw[token_id] = text.encode() if self.kind is TokenKind.BYTE_LEVEL else None
+        return replace(self, texts=texts, escaped=escaped, raw=raw)
 
 
 def build_vocabulary(tokenizer: Tokenizer, *, skip_special_tokens: bool = True, size: int = 0) -> Vocabulary:

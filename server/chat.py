@@ -12,13 +12,16 @@ from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.types import Usage
 from ftserve.preprocess.vocabulary import json_escape
 from ftserve.server.choice import ChoiceEnd
+from ftserve.server.dialect import Dialect
 from ftserve.server.exchange import Exchange
 from ftserve.server.extras import NOTHING
 from ftserve.server.generation import GenerationWorker, Job, Prepared
 from ftserve.server.logprobs import Scores
+from ftserve.server.messages import for_template
 from ftserve.server.problems import problem_of
 from ftserve.server.reply import usage_json
 from ftserve.server.rich import Delta, Kind, Message, RichOptions
+from ftserve.server.tools import CallPlan, with_tools
 from ftserve.server.wire import ChatRequest, parse, text_of
 
 
@@ -66,15 +69,43 @@ def _prompt(
 ) -> Prepared:
     times = exchange.times
     times.validated = time.monotonic()
-    text = worker.render(messages, fields)
+    dialect = worker.model.dialect
+    plan = CallPlan.of(fields.tools, fields.tool_choice, is_parallel=fields.parallel_tool_calls is not False)
+    messages = for_template(messages, dialect.traits)
+    if plan is not None and not dialect.traits.shows_tools:
+        messages = with_tools(messages, plan.definitions)
+    text = worker.render(messages, fields, plan.definitions if plan is not None else None)
     times.templated = time.monotonic()
     prompt = worker.tokenize(text, add_special_tokens=bool(fields.add_special_tokens))
     times.tokenized = time.monotonic()
     max_tokens = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
     scores = worker.scores(fields)
     reply_format = ChatFormat(exchange.request_id, worker.model.name, include_usage=fields.wants_usage(), scores=scores)
-    rich = None if scores is None else RichOptions(keeps_tokens=True)
-    return Prepared(fields, [prompt], max_tokens, reply_format, rich=rich)
+    return Prepared(
+        fields,
+        [prompt],
+        max_tokens,
+        reply_format,
+        rich=_rich_options(dialect, text, plan, keeps_tokens=scores is not None),
+        grammar=plan.grammar(worker.model.grammars) if plan is not None else None,
+        thought_end=dialect.thought_end(text),
+    )
+
+
+def _rich_options(dialect: Dialect, prompt: str, plan: CallPlan | None, *, keeps_tokens: bool) -> RichOptions | None:
+    """Return what the answers carry besides text; None if it is nothing."""
+    if plan is not None and plan.is_forced and dialect.is_harmony:
+        raise InvalidRequestError("This model's calls cannot be forced; use 'auto'.", param="tool_choice")
+    make_parser = dialect.parser(prompt, plan)
+    if make_parser is None and not keeps_tokens:
+        return None
+    return RichOptions(
+        make_parser,
+        dialect.tools.make_call_id,
+        max_calls=plan.max_calls if plan is not None else None,
+        is_call_forced=plan is not None and plan.forced_name is not None,
+        keeps_tokens=keeps_tokens,
+    )
 
 
 class ChatFormat:

@@ -97,6 +97,8 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         max_concurrent_requests=options.max_concurrent_requests,
         max_body_mb=options.max_body_mb,
         max_logprobs=options.max_logprobs,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
         body_memory_gb=options.body_memory_gb,
         body_timeout_s=options.body_timeout,
         request_timeout_s=options.request_timeout,

@@ -62,6 +62,12 @@ def add_engine_options(
         "--null-step-ms", type=amount_or_none, default=engine.null_step_ms, help="null engine: time of a step"
     )
     inside.add_argument(
+        "--null-echo",
+        action=argparse.BooleanOptionalAction,
+        default=engine.null_echo,
+        help="null engine: answer with what the prompt has last between \u27e6 and \u27e7, if it has",
+    )
+    inside.add_argument(
         "--simulate",
         choices=tuple(PROFILES),
         default=engine.simulate,
@@ -88,6 +94,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         gpu_memory_utilization=options.gpu_memory_utilization,
         torch_threads=options.torch_threads,
         null_step_ms=options.null_step_ms,
+        null_echo=options.null_echo,
         simulate=options.simulate,
         simulate_replicas=options.simulate_replicas,
     )

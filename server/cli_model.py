@@ -7,6 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ftserve.server.parsers.registry import (
+    THOUGHT_PARSER_ALIASES,
+    THOUGHT_PARSERS,
+    TOOL_PARSER_ALIASES,
+    TOOL_PARSERS,
+)
+
 
 def add_model_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
     """Add the group; `defaults` are those of `ServerConfig`."""
@@ -27,6 +34,18 @@ def add_model_options(parser: argparse.ArgumentParser, defaults: Mapping[str, An
         metavar="auto|none|PATH",
         help="sampling values of requests that give none: the model's own, OpenAI's, or those of a "
         "generation_config.json or the folder it is in",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=("auto", *TOOL_PARSERS, *TOOL_PARSER_ALIASES),
+        default=defaults["tool_call_parser"],
+        help="how the model writes tool calls; auto: as its chat template shows",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=("auto", "none", *THOUGHT_PARSERS, *THOUGHT_PARSER_ALIASES),
+        default=defaults["reasoning_parser"],
+        help="how the model marks its thoughts; auto: as its chat template shows, none: they are content",
     )
 
 

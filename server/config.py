@@ -81,8 +81,6 @@ class MediaConfig:
     max_videos: int = 8
     max_file_mb: float = 64.0  # MiB of one file, compressed
     max_megapixels: float = 67.2  # of one image: 8192 x 8192
-    max_video_frames: int = 65536  # in one file; how many of them are looked at is the model's
-    max_video_seconds: float = 3600.0
     decoding_megapixels: float = 512.0  # of all that is being decoded at once
     waiting_megapixels: float = 8192.0  # of what waits for that; more gets 429
     allowed_local_path: Path | None = None  # for file: URLs
@@ -112,6 +110,8 @@ class ServerConfig:
     max_body_mb: float = 64.0  # MiB of one request
     body_memory_gb: float = 2.0  # GiB of all bodies that are being read or wait to be parsed
     body_timeout_s: float = 60.0  # from a request's head to the end of its body
+    tool_call_parser: str = "auto"  # a name of `parsers/registry.py`; auto: by the chat template
+    reasoning_parser: str = "auto"  # the same; none: thoughts are content
     max_logprobs: int = 20  # of the likeliest tokens that a request may ask for at each place
     max_response_bytes: int = 256 << 20  # one answer; bounds what a slow reader can pile up
     request_timeout_s: float = 600.0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ftserve.engine.client import Engine, EngineClient
@@ -10,6 +11,7 @@ from ftserve.engine.config import EngineConfig
 from ftserve.engine.null import NULL_TEXT, NullStepper
 from ftserve.engine.router import EngineRouter
 from ftserve.engine.stepper import Stepper
+from ftserve.engine.types import GenerationRequest
 from ftserve.preprocess.tokens import make_encoder
 from ftserve.server.model import ServedModel
 from ftserve.server.output import OutputThread
@@ -32,6 +34,7 @@ def make_stepper(config: EngineConfig, model: ServedModel) -> Stepper:
             max_num_seqs=config.max_num_seqs,
             max_model_len=model.max_model_len,
             step_ms=config.null_step_ms,
+            script_of=echo(model) if config.null_echo else None,
         )
     if config.kind == "simulated":
         from ftserve.engine.simulated import SimulatedStepper
@@ -44,6 +47,18 @@ def make_stepper(config: EngineConfig, model: ServedModel) -> Stepper:
 
     with LOADING:
         return TorchStepper(config, model.checkpoint)
+
+
+def echo(model: ServedModel) -> Callable[[GenerationRequest], Sequence[int] | None]:
+    """Return what finds the tokens of the last passage of a prompt between ⟦ and ⟧: tests script answers with it."""
+    decode, encode = model.vocabulary.tokenizer.decode, make_encoder(model.tokenizer_json, use_fastokens=False)
+
+    def script_of(request: GenerationRequest) -> Sequence[int] | None:
+        prompt = decode(list(request.prompt_ids), skip_special_tokens=False)
+        found = re.findall("⟦(.*?)⟧", prompt, re.DOTALL)
+        return encode(found[-1], False) if found else None
+
+    return script_of
 
 
 def null_tokens(model: ServedModel) -> Sequence[int]:

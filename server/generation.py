@@ -52,6 +52,8 @@ class Prepared:
     echoes: Sequence[str] = ()  # for each prompt, the text that its answers begin with
     media: tuple[MediaSpan, ...] = ()  # of the only prompt
     rich: RichOptions | None = None  # what the answers carry besides text
+    grammar: Grammar | None = None  # that comes from tools, not from the fields
+    thought_end: str = ""  # a grammar holds for what follows it
 
 
 Handle = Callable[["GenerationWorker", Exchange], Prepared | None]  # None: it has answered itself
@@ -70,6 +72,7 @@ class Constraints(NamedTuple):
     allowed_token_ids: tuple[int, ...]  # empty: all
     bad_words: tuple[tuple[int, ...], ...]
     grammar: Grammar | None
+    grammar_after: tuple[int, ...]
 
 
 class GenerationWorker:
@@ -132,7 +135,12 @@ class GenerationWorker:
         if name != self.model.name:
             raise ModelNotFoundError(f"The model '{name[:200]}' does not exist here; this server has a single one.")
 
-    def render(self, messages: Sequence[Mapping[str, Any]], fields: TemplateFields) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        fields: TemplateFields,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """Return the prompt text that the chat template, the model's or the request's, makes of `messages`.
 
         Raises:
@@ -141,7 +149,8 @@ class GenerationWorker:
         continue_final = bool(fields.continue_final_message)
         options: dict[str, Any] = {
             "add_generation_prompt": fields.add_generation_prompt is not False and not continue_final,
-            "kwargs": fields.chat_template_kwargs,
+            "kwargs": fields.template_kwargs(),
+            "tools": tools,
             "documents": fields.documents,
             "continue_final": continue_final,
         }
@@ -198,10 +207,12 @@ class GenerationWorker:
         n = fields.n or 1
         if len(prepared.prompts) * n > MAX_TOTAL_CHOICES:
             raise InvalidRequestError(f"More than {MAX_TOTAL_CHOICES} choices in one request.", param="n")
-        constraints = self._constraints(fields)
+        constraints = self._constraints(fields, prepared)
         vocabulary, rich = self.model.vocabulary, prepared.rich
         if fields.skip_special_tokens is False:
             vocabulary = self.model.verbatim.get()
+        elif rich is not None and rich.make_parser is not None:
+            vocabulary = self.model.dialect.vocabulary
         if fields.return_token_ids or fields.timings:
             shown = prepared.prompts if fields.return_token_ids else ()
             prepared.reply_format.extras = Extras(shown, n, times if fields.timings else None)
@@ -244,15 +255,23 @@ class GenerationWorker:
             reply.release()
             raise RequestCancelledError("The client has gone.")
 
-    def _constraints(self, fields: GenerationFields) -> Constraints:
+    def _constraints(self, fields: GenerationFields, prepared: Prepared) -> Constraints:
         """Return what all choices of a request are held to."""
         allowed = tuple(fields.allowed_token_ids or ())
         if allowed and max(allowed) >= self.model.checkpoint.vocab_size:
             raise InvalidRequestError("A token id is outside the model's vocabulary.", param="allowed_token_ids")
+        grammar = compile_structure(fields.response_format, fields.structured_outputs, self.model.grammars)
+        if prepared.grammar is not None:
+            if grammar is not None:
+                raise InvalidRequestError(
+                    "A forced tool call leaves no room for another structure.", param="tool_choice"
+                )
+            grammar = prepared.grammar
         return Constraints(
             allowed,
             self._spellings(fields.bad_words) if fields.bad_words else (),
-            compile_structure(fields.response_format, fields.structured_outputs, self.model.grammars),
+            grammar,
+            tuple(self._encode(prepared.thought_end, False)) if grammar is not None and prepared.thought_end else (),
         )
 
     def _spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -311,6 +330,7 @@ class GenerationWorker:
             allowed_token_ids=constraints.allowed_token_ids,
             bad_words=constraints.bad_words,
             grammar=constraints.grammar,
+            grammar_after=constraints.grammar_after,
             num_logprobs=fields.num_logprobs(),
             num_prompt_logprobs=fields.num_prompt_logprobs(),
         )

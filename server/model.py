@@ -11,6 +11,7 @@ from ftserve.engine.grammar import GrammarCompiler
 from ftserve.preprocess.template_sandbox import TemplateSandbox
 from ftserve.preprocess.tokens import fastokens_is_exact, load_tokenizer
 from ftserve.preprocess.vocabulary import VerbatimVocabulary, Vocabulary, build_vocabulary
+from ftserve.server.dialect import Dialect
 from ftserve.server.logprobs import TokenTexts
 
 
@@ -27,14 +28,26 @@ class ServedModel:
     verbatim: VerbatimVocabulary  # the same with special tokens as text
     templates: TemplateSandbox | None  # for those of requests; None: they may not bring any
     token_texts: TokenTexts
+    dialect: Dialect
     grammars: GrammarCompiler
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, *, name: str, max_model_len: int, takes_templates: bool = False
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        name: str,
+        max_model_len: int,
+        takes_templates: bool = False,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> ServedModel:
-        """Read the tokenizer and build its tables."""
+        """Read the tokenizer and build its tables.
+
+        Raises:
+            ValueError: the chat template does not compile.
+        """
         tokenizer = load_tokenizer(checkpoint.tokenizer_json)
         vocabulary = build_vocabulary(tokenizer, size=checkpoint.vocab_size)
         return cls(
@@ -47,6 +60,7 @@ class ServedModel:
             verbatim=VerbatimVocabulary(vocabulary),
             templates=TemplateSandbox(checkpoint.special_tokens) if takes_templates else None,
             token_texts=TokenTexts(vocabulary),
+            dialect=Dialect.of(checkpoint, vocabulary, tool_parser, reasoning_parser),
             grammars=GrammarCompiler(
                 checkpoint.tokenizer_json, vocab_size=len(vocabulary), eos_token_ids=checkpoint.eos_token_ids
             ),

@@ -55,8 +55,13 @@ class OutputParser(Protocol):
     It never raises for what a model says. What it cannot parse it hands over as content, so that no text is lost.
     """
 
-    num_held: int  # characters taken and not decided about
-    is_reasoning: bool  # the next character belongs to a thought, or ends one
+    @property
+    def num_held(self) -> int:
+        """Characters taken and not decided about."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the next character belongs to a thought, or to its end."""
 
     def push(self, text: str) -> list[Piece]:
         """Return what is certain now."""

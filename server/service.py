@@ -21,6 +21,7 @@ from ftserve.server.app import App
 from ftserve.server.auth import ApiKeys
 from ftserve.server.config import ServerConfig
 from ftserve.server.cors import Cors
+from ftserve.server.dialect import describe
 from ftserve.server.engines import make_engine
 from ftserve.server.garbage import GarbageKeeper
 from ftserve.server.generation import GenerationWorker, Job
@@ -61,6 +62,8 @@ class Service:
             name=name,
             max_model_len=engine_config.max_model_len,
             takes_templates=config.trust_request_chat_template,
+            tool_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
         )
         self._outputs = [OutputThread(lane) for lane in range(config.threads.output)]
         self.engine = make_engine(engine_config, self.model, self._outputs)
@@ -210,6 +213,7 @@ class Service:
             f"{threads.preprocess} preprocess, {threads.output} output, "
             f"{len(self._engine_config.by_device())} engine; engine {self._engine_config.kind}, "
             f"device {about['device']}, dtype {about['dtype']}, KV cache {about['kv_capacity_tokens']} tokens; "
+            f"{describe(self.model.dialect)}; "
             f"encoder {'fastokens' if self.model.use_fastokens else 'tokenizers'}, "
             f"context {self.model.max_model_len})"
         )

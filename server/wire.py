@@ -7,7 +7,7 @@ and cannot honour yet is listed in `_NOT_YET` and refused unless it asks for not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 from ftserve.engine.errors import InvalidRequestError
 from ftserve.server.structured import ResponseFormat, StructuredOutputs
+from ftserve.server.tools import ToolChoice, Tools
 
 MAX_CHOICES = 128
 MAX_BIASED_TOKENS = 1024
@@ -24,8 +25,6 @@ MAX_TOKEN_ID = 2**32 - 1
 MAX_COUNT = 2**31 - 1  # of tokens: far beyond every model, and a number that each library can hold
 
 _NOT_YET: dict[str, tuple[Any, ...]] = {  # field: values that ask for nothing
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "audio": (None,),
 }
@@ -89,8 +88,6 @@ class GenerationFields(BaseModel):
     best_of: Annotated[int, Field(ge=1)] | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 
-    tools: Any = None  # these are in _NOT_YET
-    tool_choice: Any = None
     functions: Any = None
     audio: Any = None
 
@@ -151,6 +148,10 @@ class TemplateFields(BaseModel):
     continue_final_message: bool | None = False
     documents: list[dict[str, Any]] | None = None
 
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Return what the template is given besides the messages."""
+        return self.chat_template_kwargs
+
     @model_validator(mode="after")
     def _check_prompt_end(self) -> TemplateFields:
         if (
@@ -170,6 +171,11 @@ class ChatRequest(TemplateFields, GenerationFields):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    enable_thinking: bool | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, dict[str, Any]] | None = None
     logprobs: bool | None = False
@@ -183,6 +189,20 @@ class ChatRequest(TemplateFields, GenerationFields):
 
     def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
+
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Return how much to think, and the request's own values."""
+        kwargs: dict[str, Any] = {}
+        thinks = self.enable_thinking
+        if self.reasoning_effort is not None:
+            kwargs["reasoning_effort"] = self.reasoning_effort
+            if thinks is None and self.reasoning_effort == "none":
+                thinks = False
+        if thinks is not None:
+            kwargs["enable_thinking"] = kwargs["thinking"] = thinks
+        if not kwargs:
+            return self.chat_template_kwargs
+        return kwargs | (self.chat_template_kwargs or {})
 
 
 class CompletionRequest(GenerationFields):
