@@ -30,7 +30,6 @@ METRICS_HEADERS = [("content-type", "text/plain; version=0.0.4; charset=utf-8")]
 # A request that is refused for lack of room is still read if it is small: a connection that is closed with unread data
 # is reset, and the client might never see the answer.
 MAX_REFUSED_BYTES = 64 << 10
-MAX_STEP_AGE_S = 300.0  # a step that takes longer is taken for stuck
 
 _POSTS: dict[str, Handle] = {  # what a preprocess thread does with the body
     "/v1/chat/completions": prepare_chat,
@@ -57,6 +56,7 @@ class App:
         cors: Cors,
         root_path: str,
         max_body_bytes: int,
+        step_timeout_s: float,
     ) -> None:
         self.is_draining = False  # written once by the main thread; HTTP threads read it
         self._model = model
@@ -70,6 +70,7 @@ class App:
         self._cors = cors
         self._root_path = root_path.rstrip("/")
         self._max_body_bytes = max_body_bytes
+        self._step_timeout_s = step_timeout_s
         self._pages: dict[str, Callable[[Exchange], None]] = {
             "/health": self._health,
             "/ready": self._ready,
@@ -152,7 +153,7 @@ class App:
         stats = self._engine.stats()
         if (death := self._engine.death) is not None:
             exchange.refuse(problem_of(death))
-        elif stats.step_age_s > MAX_STEP_AGE_S:
+        elif stats.step_age_s > self._step_timeout_s:
             exchange.refuse(Problem(503, "service_unavailable", "The engine is stuck in a step.", code="engine_stuck"))
         else:
             _json(exchange, {"status": "ok", "engine": stats.state.value})

@@ -50,13 +50,13 @@ def run(arguments: Sequence[str]) -> NoReturn:
         check_environment()
         service = Service(config)
         service.start(stop)
-        service.run(stop)
+        is_well = service.run(stop)
     except (FtserveError, ValueError, OSError, RuntimeError) as exc:
         cause = f" {exc.__cause__}" if isinstance(exc, EngineDeadError) else ""
         sys.stderr.write(f"ftserve: {exc}{cause}\n")
         _exit(1)
     service.stop(abort)
-    _exit(0)
+    _exit(0 if is_well else 1)
 
 
 def _exit(code: int) -> NoReturn:
@@ -102,6 +102,8 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         body_memory_gb=options.body_memory_gb,
         body_timeout_s=options.body_timeout,
         request_timeout_s=options.request_timeout,
+        step_timeout_s=options.step_timeout,
+        on_engine_failure=options.on_engine_failure,
         shutdown_timeout_s=options.shutdown_timeout,
         stall_timeout_s=options.stall_timeout,
         log_level=options.log_level,
@@ -237,6 +239,18 @@ def _parser() -> argparse.ArgumentParser:
         type=_amount_or_none,
         default=defaults["shutdown_timeout_s"],
         help="seconds that SIGTERM leaves to open requests",
+    )
+    limits.add_argument(
+        "--step-timeout",
+        type=_amount,
+        default=defaults["step_timeout_s"],
+        help="seconds after which a step of the engine is taken for stuck",
+    )
+    limits.add_argument(
+        "--on-engine-failure",
+        choices=("report", "exit"),
+        default=defaults["on_engine_failure"],
+        help="what follows when the engine dies or is stuck: /health says so, or the server also ends with code 1",
     )
     add_media_options(parser, _amount, _amount_or_none)
     add_engine_options(parser, count=_count, amount=_amount, amount_or_none=_amount_or_none, share=_share)

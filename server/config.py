@@ -116,6 +116,8 @@ class ServerConfig:
     max_response_bytes: int = 256 << 20  # one answer; bounds what a slow reader can pile up
     request_timeout_s: float = 600.0
     shutdown_timeout_s: float = 10.0
+    step_timeout_s: float = 300.0  # a step of the engine that takes longer is taken for stuck
+    on_engine_failure: str = "report"  # report: in /health; exit: with code 1, so that a supervisor starts anew
     stall_timeout_s: float = 30.0  # a client that takes no byte for so long is cut off
     log_level: str = "info"
     log_requests: bool = True  # one line a finished request, at level info

@@ -332,5 +332,5 @@ class GenerationWorker:
             grammar=constraints.grammar,
             grammar_after=constraints.grammar_after,
             num_logprobs=fields.num_logprobs(),
-            num_prompt_logprobs=fields.num_prompt_logprobs(),
+            num_prompt_logprobs=fields.num_prompt_logprobs(choice),
         )

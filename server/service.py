@@ -87,6 +87,7 @@ class Service:
             cors=Cors(config.allowed_origins),
             root_path=config.root_path,
             max_body_bytes=int(config.max_body_mb * 2**20),
+            step_timeout_s=config.step_timeout_s,
         )
         self._http = HttpServer(config, self.app)
         self.url = ""  # once started
@@ -117,8 +118,11 @@ class Service:
         log.info("%s", self._sampling_line())
         log.info("%s", self._curl_line())
 
-    def run(self, stop: threading.Event) -> None:
-        """Do the main thread's upkeep until `stop` is set.
+    def run(self, stop: threading.Event) -> bool:
+        """Do the main thread's upkeep until `stop` is set, or the engine fails and that is to be the end.
+
+        Returns:
+            Whether all is well.
 
         Raises:
             RuntimeError: the HTTP worker has died.
@@ -129,6 +133,11 @@ class Service:
             self._uploads.expire()
             stats = self.engine.stats()
             self._garbage.collect_if_due(is_idle=stats.num_live == 0, work_done=stats.steps)
+            has_failed = self.engine.death is not None or stats.step_age_s > self.config.step_timeout_s
+            if has_failed and self.config.on_engine_failure == "exit":
+                log.error("ending the server, since its engine has failed")
+                return False
+        return True
 
     def stop(self, abort: threading.Event) -> None:
         """Take no new work, let what runs finish until the deadline or `abort`, end the rest with an error event."""

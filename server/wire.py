@@ -129,9 +129,9 @@ class GenerationFields(BaseModel):
         """Return how many of the likeliest tokens to show beside each generated one; None: not even its own."""
         return None
 
-    def num_prompt_logprobs(self) -> int | None:
-        """Return the same for the tokens of the prompt."""
-        return self.prompt_logprobs
+    def num_prompt_logprobs(self, choice: int) -> int | None:
+        """Return the same for the tokens of the prompt; each choice that wants it has the prompt computed anew."""
+        return self.prompt_logprobs if choice == 0 else None
 
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -215,7 +215,7 @@ class CompletionRequest(GenerationFields):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    def num_prompt_logprobs(self) -> int | None:
+    def num_prompt_logprobs(self, choice: int) -> int | None:
         if self.logprobs is None or not self.echo:
             return self.prompt_logprobs
         return max(self.logprobs, self.prompt_logprobs or 0)  # what is echoed has them as well

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Literal
 
 import openai
+import pydantic
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
@@ -144,3 +146,48 @@ def test_the_default_model_says_the_same_whole_and_streamed(model_client: OpenAI
 def test_a_seed_gives_the_same_text(model_client: OpenAI) -> None:
     first, second = (chat_text(model_client, FRANCE, temperature=1.0, seed=7, max_tokens=16) for _ in range(2))
     assert first == second
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=12)
+    age: Annotated[int, pydantic.Field(ge=0, le=120)]
+    role: Literal["cook", "pilot"]
+
+
+@pytest.mark.model
+def test_an_answer_is_parsed_into_a_model(model_client: OpenAI) -> None:
+    answer = model_client.chat.completions.parse(
+        model=MODEL, messages=[{"role": "user", "content": "Invent a person."}], response_format=Person, max_tokens=100
+    )
+    assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+@pytest.mark.model
+def test_a_stream_is_parsed_into_a_model(model_client: OpenAI) -> None:
+    with model_client.chat.completions.stream(
+        model=MODEL, messages=[{"role": "user", "content": "Invent a person."}], response_format=Person, max_tokens=100
+    ) as stream:
+        parsed = stream.get_final_completion().choices[0].message.parsed
+    assert isinstance(parsed, Person)
+
+
+def test_logprobs_are_read(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=9, logprobs=True, top_logprobs=2
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert "".join(entry.token for entry in logprobs.content) == answer.choices[0].message.content
+    assert [len(entry.top_logprobs) for entry in logprobs.content] == [2] * 9
+    with client.chat.completions.stream(
+        model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=9, logprobs=True, top_logprobs=2
+    ) as stream:
+        streamed = stream.get_final_completion().choices[0].logprobs
+    assert streamed is not None
+    assert streamed.content == logprobs.content
+    completion = client.completions.create(model=MODEL, prompt="Once upon", max_tokens=3, logprobs=2, echo=True)
+    old = completion.choices[0].logprobs
+    assert old is not None
+    assert old.tokens is not None
+    assert "".join(old.tokens) == completion.choices[0].text

@@ -1,4 +1,4 @@
-"""The server with an engine that dies as soon as it is given a request with the seed `DEADLY`.
+"""The server with an engine that dies as soon as it is given a request with the seed `DEADLY`, and hangs with `STICKY`.
 
 Run by test_engine_death; `LOADING` as first argument lets it die while loading.
 """
@@ -6,6 +6,7 @@ Run by test_engine_death; `LOADING` as first argument lets it die while loading.
 from __future__ import annotations
 
 import sys
+import threading
 
 from ftserve.engine.config import EngineConfig
 from ftserve.engine.null import NullStepper
@@ -14,20 +15,23 @@ from ftserve.server import engines
 from ftserve.server.cli import run
 from ftserve.server.model import ServedModel
 
-DEADLY = 13
+DEADLY, STICKY = 13, 14
 LOADING = "--while-loading"
 
 
 class DyingStepper(NullStepper):
-    is_doomed = False
+    is_doomed = is_stuck = False
 
     def add(self, request: GenerationRequest) -> None:
         super().add(request)
         self.is_doomed = self.is_doomed or request.sampling.seed == DEADLY
+        self.is_stuck = self.is_stuck or request.sampling.seed == STICKY
 
     def step(self) -> list[TokenEvent]:
         if self.is_doomed:
             raise RuntimeError("the device is gone at /dev/secret0")
+        if self.is_stuck:
+            threading.Event().wait()
         return super().step()
 
 

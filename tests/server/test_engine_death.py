@@ -7,12 +7,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.server.dying_server import DEADLY, LOADING
-from tests.server.serving import NULL_ENGINE, RunningServer, chat_body, completion_body, environment
+from tests.server.dying_server import DEADLY, LOADING, STICKY
+from tests.server.serving import NULL_ENGINE, RunningServer, chat_body, completion_body, environment, wait_until
 from tests.server.sockets import Answer, Connection, post
 
 COMMAND = (sys.executable, "-X", "gil=0", str(Path(__file__).with_name("dying_server.py")))
@@ -92,3 +94,24 @@ def test_an_engine_that_cannot_load_ends_the_server(tmp_path: Path) -> None:
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("ftserve: ")
     assert "no memory" in last
+
+
+def test_a_stuck_step_is_seen_after_a_bound(tmp_path: Path) -> None:
+    arguments = (*NULL_ENGINE, "--step-timeout", "0.2", "--shutdown-timeout", "0.1")
+    with RunningServer(tmp_path / "log", *arguments, command=COMMAND) as server:
+        assert server.get("/health").status_code == 200
+        with pytest.raises(httpx.TimeoutException):
+            server.http.post(CHAT, json=chat_body(seed=STICKY), timeout=0.5)
+        wait_until(lambda: server.get("/health").status_code == 503, "the stuck step is seen")
+        assert server.get("/health").json()["error"]["code"] == "engine_stuck"
+        assert server.stop(within_s=10) == 0
+
+
+@pytest.mark.parametrize("seed", [DEADLY, STICKY])
+def test_a_failed_engine_may_end_the_server(tmp_path: Path, seed: int) -> None:
+    arguments = (*NULL_ENGINE, "--on-engine-failure", "exit", "--step-timeout", "0.2", "--shutdown-timeout", "0.2")
+    with RunningServer(tmp_path / "log", *arguments, command=COMMAND) as server:
+        with suppress(httpx.HTTPError):  # a stuck engine answers nobody
+            assert server.chat(seed=seed).status_code == 503
+        assert server.process.wait(30) == 1
+        assert "its engine has failed" in server.log()
