@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ftserve.engine.attention import PagedBatch, PromptChunk
+from ftserve.engine.graphs import Capture, DecodeGraphs, capture_on_cuda
 from ftserve.engine.kernels import DecodeKernel
 from ftserve.engine.kv_cache import KVCache
 from ftserve.engine.scheduler import StepPlan
+
+log = logging.getLogger("ftserve.engine")
 
 
 class ModelRunner:
@@ -31,6 +36,26 @@ class ModelRunner:
         self._device = model.device
         # Blocks of each running sequence, by its slot; what lies beyond its own is stale and never read.
         self._tables = np.zeros((max_num_seqs, -(-max_model_len // cache.block_size)), np.int32)
+        self._graphs: DecodeGraphs | None = None
+
+    def use_graphs(self, capture: Capture = capture_on_cuda) -> None:
+        """Capture the decode steps, if the model lets itself be captured. Once, before the first step."""
+        if self._kernel is None:
+            return
+        max_num_seqs, max_blocks = self._tables.shape
+        try:
+            self._graphs = DecodeGraphs(
+                self._forward,
+                self._cache,
+                self._kernel,
+                max_num_seqs=max_num_seqs,
+                max_blocks=max_blocks,
+                device=self._device,
+                capture=capture,
+            )
+        except RuntimeError as exc:
+            log.warning("decode steps run without CUDA graphs: %s", exc)
+        self._cache.clear([0])  # captures wrote into the null block, which is never read without a mask
 
     def run(self, plan: StepPlan) -> Tensor:
         """Compute the step and return logits, in the model's dtype, [number of `plan.sampled()`, vocabulary].
@@ -50,13 +75,22 @@ class ModelRunner:
         for sequence in plan.regrown:  # first of all: a plan is told only once, even if what follows fails
             self._tables[sequence.slot, : len(sequence.blocks)] = sequence.blocks
         token_ids, positions = self._tokens(plan)
-        rows_to_keep = self._rows_to_keep(plan)
+        if self._graphs is not None and not plan.prefills:
+            tables = self._decode_tables([sequence.slot for sequence in plan.decodes], positions + 1)
+            return self._graphs.run(token_ids, positions, tables)
+        return self._forward(
+            self._upload(token_ids)[None],
+            self._upload(positions)[None],
+            self._paged_batch(plan, positions),
+            self._upload(self._rows_to_keep(plan)),
+        )
+
+    def _forward(
+        self, token_ids: Tensor, positions: Tensor, paged: PagedBatch, rows_to_keep: Tensor | int = 0
+    ) -> Tensor:
+        """Return logits of `rows_to_keep` (0: all) of a flat batch; ids and positions are [1, T]."""
         output = self._model(
-            input_ids=self._upload(token_ids)[None],
-            position_ids=self._upload(positions)[None],
-            use_cache=False,
-            logits_to_keep=self._upload(rows_to_keep),
-            paged=self._paged_batch(plan, positions),
+            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows_to_keep, paged=paged
         )
         return output.logits[0]  # type: ignore[no-any-return]
 

@@ -43,19 +43,22 @@ class TorchStepper(ContinuousBatcher[Tensor]):
         assert max_model_len is not None
         num_blocks = count_blocks(shapes, self._dtype, cache_bytes(config, model), max_model_len=max_model_len)
         cache = KVCache(shapes, num_blocks, BLOCK_SIZE, dtype=self._dtype, device=self._device)
+        runner = ModelRunner(
+            model,
+            cache,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            kernel=choose_decode_kernel(self._device, self._dtype, shapes),
+        )
+        if self._device.type == "cuda" and config.cuda_graphs:
+            runner.use_graphs()
         super().__init__(
             Scheduler(
                 BlockPool(num_blocks, BLOCK_SIZE),
                 max_num_seqs=config.max_num_seqs,
                 max_prefill_tokens=config.max_num_batched_tokens,
             ),
-            ModelRunner(
-                model,
-                cache,
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=max_model_len,
-                kernel=choose_decode_kernel(self._device, self._dtype, shapes),
-            ),
+            runner,
             Sampler(checkpoint.vocab_size, self._device),
             vocab_size=checkpoint.vocab_size,
             max_model_len=max_model_len,

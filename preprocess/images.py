@@ -170,24 +170,48 @@ def resize(pixels: U8, target: tuple[int, int]) -> U8:
     return planes.expand(3, -1, -1).numpy()
 
 
-def patchify(frames: list[U8], rules: PatchRules) -> U8:
-    """Cut frames `[3, height, width]` into `[t * h * w, 3 * frames * size * size]` uint8, rows in Qwen's merge order.
+class PatchWriter:
+    """Cuts frames into patches as they come: `[t * h * w, 3 * frames * size * size]` uint8, rows in Qwen's merge order.
 
-    A step of t holds `temporal_patch_size` frames; the last frame stands in for those that the last step lacks.
-    A row of a patch is copied as one element of that many bytes: copying bytes took four times as long.
+    A step of t holds `temporal_patch_size` frames; the last frame stands in for those that are missing at the end.
     """
-    size, merge, depth = rules.patch_size, rules.merge_size, rules.temporal_patch_size
-    channels, height, width = frames[0].shape
-    steps, rows, columns = -(-len(frames) // depth), height // (size * merge), width // (size * merge)
-    out = np.empty((steps, rows, columns, merge, merge, channels, depth, size * size), np.uint8)
-    by_row = out.view(f"V{size}")
-    by_plane = out.view(f"V{size * size}")[..., 0]
-    for k, frame in enumerate(frames):
-        lines = frame.view(f"V{size}").reshape(channels, rows, merge, size, columns, merge)
-        by_row[k // depth, ..., k % depth, :] = lines.transpose(1, 4, 2, 5, 0, 3)
-    for k in range(len(frames), steps * depth):
-        by_plane[k // depth, ..., k % depth] = by_plane[(len(frames) - 1) // depth, ..., (len(frames) - 1) % depth]
-    return out.reshape(steps * rows * columns * merge * merge, -1)
+
+    def __init__(self, num_frames: int, size: tuple[int, int], rules: PatchRules) -> None:
+        """Make room for `num_frames` frames of `size` (height, width)."""
+        patch, merge, depth = rules.patch_size, rules.merge_size, rules.temporal_patch_size
+        steps, rows, columns = -(-num_frames // depth), size[0] // (patch * merge), size[1] // (patch * merge)
+        self.grid = (steps, rows * merge, columns * merge)
+        self._out = np.empty((steps, rows, columns, merge, merge, 3, depth, patch * patch), np.uint8)
+        self._depth = depth
+        self._patch = patch
+        self._num_written = 0
+
+    def put(self, frame: U8) -> None:
+        """Write the next frame `[3, height, width]`, C-contiguous.
+
+        A row of a patch is copied as one element of that many bytes: copying bytes took four times as long.
+        """
+        _, rows, columns, merge, *_ = self._out.shape
+        step, place = divmod(self._num_written, self._depth)
+        lines = frame.view(f"V{self._patch}").reshape(3, rows, merge, self._patch, columns, merge)
+        self._out.view(f"V{self._patch}")[step, ..., place, :] = lines.transpose(1, 4, 2, 5, 0, 3)
+        self._num_written += 1
+
+    def finish(self) -> U8:
+        """Return the patches; at least one frame was put."""
+        by_plane = self._out.view(f"V{self._patch**2}")[..., 0]
+        step, place = divmod(self._num_written - 1, self._depth)
+        for k in range(self._num_written, self.grid[0] * self._depth):
+            by_plane[k // self._depth, ..., k % self._depth] = by_plane[step, ..., place]
+        return self._out.reshape(math.prod(self.grid), -1)
+
+
+def patchify(frames: list[U8], rules: PatchRules) -> U8:
+    """Cut frames `[3, height, width]` of one size into patches."""
+    writer = PatchWriter(len(frames), (frames[0].shape[1], frames[0].shape[2]), rules)
+    for frame in frames:
+        writer.put(frame)
+    return writer.finish()
 
 
 def normalize(patches: U8, rules: PatchRules) -> NDArray[np.float32]:

@@ -46,8 +46,11 @@ class Opened(Protocol):
     def pixels(self) -> int:
         """What decoding it holds in memory."""
 
-    def decode(self, key: bytes) -> MediaItem:
-        """Decode; on a thread that has called `prepare_thread`, once. Raises FtserveError."""
+    def decode(self, key: bytes, is_wanted: Callable[[], bool]) -> MediaItem:
+        """Decode; on a thread that has called `prepare_thread`, once. Raises FtserveError.
+
+        What takes long asks `is_wanted` now and then, and ends with RequestCancelledError if not.
+        """
 
 
 class MediaHandler(Protocol):
@@ -313,7 +316,7 @@ class MediaIntake:
         try:
             if not self.cache.is_wanted(flight):
                 return
-            item = opened.decode(flight.key)
+            item = opened.decode(flight.key, lambda: self.cache.has_waiters(flight))
         except Exception as exc:  # noqa: BLE001 - `_ours` logs what is not ours
             self.cache.lose(flight, _ours(exc))
         else:

@@ -118,6 +118,11 @@ class MediaCache:
         with self._lock:
             return self._find(self._keys[name], waiter)
 
+    def has_waiters(self, flight: Flight) -> bool:
+        """Whether anybody still waits for the flight."""
+        with self._lock:
+            return any(not waiter.is_over for waiter in flight.waiters)
+
     def is_wanted(self, flight: Flight) -> bool:
         """Whether anybody still waits for the flight; if not, it is off, and the caller shall do no more for it."""
         with self._lock:

@@ -69,6 +69,11 @@ def oriented(planes: U8, image: Image) -> U8:
     return turned if turned is planes else np.ascontiguousarray(turned)
 
 
+def is_on_its_side(image: Image) -> bool:
+    """Whether turning the image upright swaps its width and height."""
+    return _orientation(image) >= 5
+
+
 def _orientation(image: Image) -> int:
     try:
         return int(image.getexif().get(_ORIENTATION, 1))

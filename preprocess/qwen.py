@@ -1,21 +1,28 @@
-"""What the Qwen-VL family makes of images: the fast path of `images.py` behind the intake's interface."""
+"""What the Qwen-VL family makes of images and videos, behind the intake's interface."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftserve.engine.errors import InvalidRequestError
+from ftserve.engine.errors import InvalidRequestError, RequestCancelledError
 from ftserve.engine.types import MediaItem, Modality
+from ftserve.preprocess.animation import Animation, FrameList
 from ftserve.preprocess.formats import ImageLimits, open_image
-from ftserve.preprocess.images import PatchRules, image_item
+from ftserve.preprocess.images import PatchRules, PatchWriter, image_item, resize
 from ftserve.preprocess.sources import MediaSource, Payload
+from ftserve.preprocess.video import Clip, VideoFile, VideoLimits
+from ftserve.preprocess.video_rules import VideoRules
 
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
 MODEL_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+MIN_FPS, MAX_FPS = 0.01, 240.0
+_SPELLING_TIMES = frozenset({"qwen3_vl", "qwen3_vl_moe"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,47 +36,131 @@ class OpenedImage:
     def pixels(self) -> int:
         return self.image.width * self.image.height
 
-    def decode(self, key: bytes) -> MediaItem:
+    def decode(self, key: bytes, _is_wanted: Callable[[], bool]) -> MediaItem:
         return image_item(self.image, self.rules, key)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedClip:
+    """A clip whose headers have been read."""
+
+    clip: Clip
+    rules: VideoRules
+
+    @property
+    def pixels(self) -> int:
+        """What is held at once: all the frames as the model sees them, and one as it is in the file."""
+        clip = self.clip
+        num_frames = len(self.rules.choose(len(clip.times_s), clip.rate))
+        return num_frames * math.prod(self.rules.fit(num_frames, clip.height, clip.width)) + clip.width * clip.height
+
+    def decode(self, key: bytes, is_wanted: Callable[[], bool]) -> MediaItem:
+        clip, rules = self.clip, self.rules
+        clip.turn_upright()
+        indices = rules.choose(len(clip.times_s), clip.rate)
+        size = rules.fit(len(indices), clip.height, clip.width)
+        writer = PatchWriter(len(indices), size, rules.patches)
+        for pixels in clip.frames(indices):
+            if not is_wanted():
+                raise RequestCancelledError("The client has gone.")
+            writer.put(resize(pixels, size))
+        depth = rules.patches.temporal_patch_size
+        return MediaItem(
+            modality=Modality.VIDEO,
+            patches=writer.finish(),
+            grid=writer.grid,
+            num_tokens=math.prod(writer.grid) // rules.patches.merge_size**2,
+            digest=key,
+            second_per_grid=depth / (len(indices) / len(clip.times_s) * clip.rate),
+            timestamps_s=_step_times([clip.times_s[k] for k in indices], depth),
+        )
+
+
+def _step_times(times_s: Sequence[float], depth: int) -> tuple[float, ...]:
+    """Return the middle of each step's first and last frame; the last frame stands in for missing ones."""
+    last = len(times_s) - 1
+    return tuple((times_s[k] + times_s[min(k + depth - 1, last)]) / 2 for k in range(0, len(times_s), depth))
 
 
 class QwenMedia:
     """Immutable; shared by all threads."""
 
-    def __init__(self, images: PatchRules, limits: ImageLimits) -> None:
-        self.max_bytes = limits.max_bytes
+    def __init__(
+        self, images: PatchRules, videos: VideoRules, image_limits: ImageLimits, video_limits: VideoLimits
+    ) -> None:
+        self.max_bytes = max(image_limits.max_bytes, video_limits.max_bytes)
         self._images = images
-        self._limits = limits
+        self._videos = videos
+        self._image_limits = image_limits
+        self._video_limits = video_limits
 
     @classmethod
-    def read(cls, directory: Path, limits: ImageLimits) -> QwenMedia:
+    def read(cls, directory: Path, model_type: str, image_limits: ImageLimits, video_limits: VideoLimits) -> QwenMedia:
         """Read the rules from a model's directory.
 
         Raises:
             ValueError: its processor is configured in a way that we do not reproduce.
         """
-        return cls(PatchRules.read(directory), limits)
+        videos = VideoRules.read(directory, spells_times=model_type in _SPELLING_TIMES)
+        return cls(PatchRules.read(directory), videos, image_limits, video_limits)
+
+    @property
+    def spells_times(self) -> bool:
+        """Whether the prompt says when each step of a video was."""
+        return self._videos.spells_times
 
     def options(self, source: MediaSource) -> bytes:
-        return f"{source.modality.value} {self._rules(source)!r}".encode()
+        rules = self._image_rules(source) if source.modality is Modality.IMAGE else self._video_rules(source)
+        return f"{source.modality.value} {rules!r}".encode()
 
-    def open(self, payload: Payload, source: MediaSource) -> OpenedImage:
-        if source.modality is not Modality.IMAGE:
-            raise InvalidRequestError("This server takes no videos yet.")
-        image = open_image(payload[0], self._limits)
-        rules = self._rules(source)
-        rules.fit(image.height, image.width)
-        return OpenedImage(image, rules)
+    def open(self, payload: Payload, source: MediaSource) -> OpenedImage | OpenedClip:
+        if source.modality is Modality.IMAGE:
+            image = open_image(payload[0], self._image_limits)
+            image_rules = self._image_rules(source)
+            image_rules.fit(image.height, image.width)
+            return OpenedImage(image, image_rules)
+        rules, limits = self._video_rules(source), self._video_limits
+        if len(payload) > 1:
+            return OpenedClip(FrameList(payload, limits, rules.fps), replace(rules, fps=math.inf))
+        data = payload[0]
+        is_picture = data.startswith((b"GIF8", b"\xff\xd8\xff")) or data[8:12] == b"WEBP"
+        return OpenedClip(Animation(data, limits) if is_picture else VideoFile(data, limits), rules)
 
-    def _rules(self, source: MediaSource) -> PatchRules:
-        own = self._images
-        asked = dict(source.options)
-        lowest = int(asked.get("min_pixels", min(own.min_pixels, asked.get("max_pixels", own.min_pixels))))
-        highest = int(asked.get("max_pixels", max(own.max_pixels, lowest)))
-        if not own.factor**2 <= lowest <= highest <= own.max_pixels:
+    def _image_rules(self, source: MediaSource) -> PatchRules:
+        return _sized(self._images, dict(source.options))
+
+    def _video_rules(self, source: MediaSource) -> VideoRules:
+        own, asked = self._videos, dict(source.options)
+        if not asked:
+            return own
+        fps = asked.get("fps", own.fps)
+        if not MIN_FPS <= fps <= MAX_FPS:
+            raise InvalidRequestError(f"'fps' must be from {MIN_FPS} to {MAX_FPS}.", param="mm_processor_kwargs")
+        most = int(asked.get("max_frames", own.max_frames))
+        count = asked.get("num_frames", own.num_frames)
+        if most > own.max_frames or (count is not None and count > own.max_frames):
             raise InvalidRequestError(
-                f"This model takes images of {own.factor**2} to {own.max_pixels} pixels, "
-                "and 'min_pixels' must not exceed 'max_pixels'.",
-                param="mm_processor_kwargs",
+                f"This model takes at most {own.max_frames} frames of a video.", param="mm_processor_kwargs"
             )
-        return own if not asked else replace(own, min_pixels=lowest, max_pixels=highest)
+        return replace(
+            own,
+            patches=_sized(own.patches, asked),
+            fps=fps,
+            min_frames=int(min(asked.get("min_frames", own.min_frames), most)),
+            max_frames=max(1, most),
+            num_frames=None if count is None or ("fps" in asked and "num_frames" not in asked) else int(count),
+        )
+
+
+def _sized(own: PatchRules, asked: dict[str, float]) -> PatchRules:
+    """Return `own` with the pixels that a request asked for, which must lie within what the model takes."""
+    if not asked.keys() & {"min_pixels", "max_pixels"}:
+        return own
+    highest = int(asked.get("max_pixels", own.max_pixels))
+    lowest = int(asked.get("min_pixels", min(own.min_pixels, highest)))
+    if not own.factor**2 <= lowest <= highest <= own.max_pixels:
+        raise InvalidRequestError(
+            f"'min_pixels' and 'max_pixels' must be from {own.factor**2} to {own.max_pixels}, in that order.",
+            param="mm_processor_kwargs",
+        )
+    return replace(own, min_pixels=lowest, max_pixels=highest)

@@ -51,6 +51,9 @@ def add_media_options(parser: argparse.ArgumentParser, amount: Number, amount_or
     )
     group.add_argument("--max-image-megapixels", type=amount, default=defaults.max_megapixels, help="size of one image")
     group.add_argument(
+        "--max-video-seconds", type=amount, default=defaults.max_video_seconds, help="length of one video"
+    )
+    group.add_argument(
         "--decoding-megapixels",
         type=amount,
         default=defaults.decoding_megapixels,
@@ -74,6 +77,7 @@ def media_config(options: argparse.Namespace) -> MediaConfig:
         max_videos=limits.get("video", defaults.max_videos),
         max_file_mb=options.max_media_mb,
         max_megapixels=options.max_image_megapixels,
+        max_video_seconds=options.max_video_seconds,
         decoding_megapixels=options.decoding_megapixels,
         waiting_megapixels=options.waiting_megapixels,
         allowed_local_path=options.allowed_local_media_path,

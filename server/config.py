@@ -81,6 +81,8 @@ class MediaConfig:
     max_videos: int = 8
     max_file_mb: float = 64.0  # MiB of one file, compressed
     max_megapixels: float = 67.2  # of one image: 8192 x 8192
+    max_video_frames: int = 65536  # in one file; how many of them are looked at is the model's
+    max_video_seconds: float = 3600.0
     decoding_megapixels: float = 512.0  # of all that is being decoded at once
     waiting_megapixels: float = 8192.0  # of what waits for that; more gets 429
     allowed_local_path: Path | None = None  # for file: URLs

@@ -21,6 +21,7 @@ from ftserve.preprocess.media import MediaCache
 from ftserve.preprocess.placeholders import expand
 from ftserve.preprocess.qwen import MODEL_TYPES, QwenMedia
 from ftserve.preprocess.sources import LocalFiles
+from ftserve.preprocess.video import VideoLimits
 from ftserve.server.config import MediaConfig
 from ftserve.server.exchange import Exchange
 from ftserve.server.metrics import Recorder
@@ -104,6 +105,10 @@ def make_media(config: MediaConfig, checkpoint: Checkpoint, *, num_threads: int)
         log.warning("models of type %s are served without images", checkpoint.model_type)
         return None
     limits = ImageLimits(max_bytes=int(config.max_file_mb * 2**20), max_pixels=int(config.max_megapixels * 1e6))
+    video_limits = VideoLimits(
+        max_bytes=limits.max_bytes, max_frames=config.max_video_frames, max_seconds=config.max_video_seconds
+    )
+    handler = QwenMedia.read(checkpoint.path, checkpoint.model_type, limits, video_limits)
     rules = FetchRules(domains=config.allowed_domains, max_bytes=limits.max_bytes, timeout_s=config.fetch_timeout_s)
     recorders = {role: [Recorder() for _ in range(num_threads)] for role in ("open", "decode")}
     recorders["fetch"] = [Recorder()]
@@ -115,7 +120,7 @@ def make_media(config: MediaConfig, checkpoint: Checkpoint, *, num_threads: int)
         return recorders[role][number].observe_stage
 
     intake = MediaIntake(
-        QwenMedia.read(checkpoint.path, limits),
+        handler,
         MediaCache(int(config.cache_gb * 2**30)),
         PixelGate(int(config.decoding_megapixels * 1e6), int(config.waiting_megapixels * 1e6)),
         files=LocalFiles(config.allowed_local_path),
@@ -123,23 +128,17 @@ def make_media(config: MediaConfig, checkpoint: Checkpoint, *, num_threads: int)
         num_threads=num_threads,
         on_thread=on_thread,
     )
-    return MediaFront(intake, _part_rules(config, checkpoint), _token_ids(checkpoint), [*chain(*recorders.values())])
-
-
-def _token_ids(checkpoint: Checkpoint) -> dict[Modality, int]:
-    assert checkpoint.vision is not None, "`make_media` has looked"
     token_ids = {Modality.IMAGE: checkpoint.vision.image_token_id}
-    if checkpoint.vision.video_token_id is not None:
+    if checkpoint.vision.video_token_id is not None and not handler.spells_times:  # those times are not written yet
         token_ids[Modality.VIDEO] = checkpoint.vision.video_token_id
-    return token_ids
+    return MediaFront(intake, _part_rules(config, checkpoint, token_ids), token_ids, [*chain(*recorders.values())])
 
 
-def _part_rules(config: MediaConfig, checkpoint: Checkpoint) -> PartRules:
+def _part_rules(config: MediaConfig, checkpoint: Checkpoint, token_ids: Mapping[Modality, int]) -> PartRules:
     from tokenizers import Tokenizer
 
     token_of = Tokenizer.from_file(str(checkpoint.tokenizer_json)).id_to_token
     most = {Modality.IMAGE: config.max_images, Modality.VIDEO: config.max_videos}
-    token_ids = _token_ids(checkpoint)
     return PartRules(
         max_items={modality: most[modality] for modality in token_ids},
         shows_parts=shows_parts(checkpoint.chat_template or ""),

@@ -28,7 +28,7 @@ class Opened:
     handler: Handler
     pixels: int = 1
 
-    def decode(self, key: bytes) -> MediaItem:
+    def decode(self, key: bytes, _is_wanted: Callable[[], bool]) -> MediaItem:
         self.handler.on_decode(self.data)
         patches = np.frombuffer(self.data, np.uint8)[None]
         return MediaItem(modality=Modality.IMAGE, patches=patches, grid=(1, 1, 1), num_tokens=1, digest=key)

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from PIL import Image
 
+from tests.preprocess.clips import clip, numbered
 from tests.preprocess.pictures import encoded, picture
 from tests.preprocess.sites import Site, endless, serving, silent
 from tests.server.serving import NULL_ENGINE, RunningServer, wait_until
@@ -108,6 +109,39 @@ def test_files_are_served_from_the_allowed_folder_alone(server: RunningServer, f
         answer = ask(server, {"type": "image_url", "image_url": {"url": url}})
         assert answer.status_code == status
         assert str(folder) not in answer.text
+
+
+def video_part(*pieces: bytes, kind: str = "video/mp4") -> dict[str, Any]:
+    data = ",".join(base64.b64encode(piece).decode() for piece in pieces)
+    return {"type": "video_url", "video_url": {"url": f"data:{kind};base64,{data}"}}
+
+
+def test_a_video_takes_its_tokens_in_the_prompt(server: RunningServer) -> None:
+    text = prompt_tokens(ask(server, TEXT))
+    data = clip(50, picture=lambda k: numbered(k, 448, 224))
+    assert prompt_tokens(ask(server, video_part(data), TEXT)) == text + 5 * 16 * 8 + 2
+    fewer = ask(server, video_part(data), TEXT, media_io_kwargs={"video": {"num_frames": 4}})
+    assert prompt_tokens(fewer) == text + 2 * 16 * 8 + 2
+    assert prompt_tokens(ask(server, image_part(encoded(picture(56, 56))), video_part(data), TEXT)) > text + 640
+
+
+def test_frames_and_animations_are_videos_too(server: RunningServer) -> None:
+    text = prompt_tokens(ask(server, TEXT))
+    frames = [encoded(Image.fromarray(numbered(k, 448, 224)), "JPEG") for k in range(4)]
+    assert prompt_tokens(ask(server, video_part(*frames, kind="video/jpeg"), TEXT)) == text + 2 * 16 * 8 + 2
+    pictures = [Image.fromarray(numbered(k, 448, 224)) for k in range(8)]
+    animation = encoded(pictures[0], "GIF", save_all=True, append_images=pictures[1:], duration=500)
+    assert prompt_tokens(ask(server, video_part(animation, kind="image/gif"), TEXT)) > text + 2 * 16 * 8
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"no video", b"#EXTM3U\nfile:///etc/passwd\n", clip(50)[:-3000], clip(5)[:60]], ids=range(5)
+)
+def test_hostile_videos_are_refused_with_a_text_of_ours(server: RunningServer, data: bytes) -> None:
+    answer = ask(server, video_part(data))
+    assert answer.status_code in (400, 422)
+    assert answer.json()["error"]["param"] == "messages.0.content.0.video_url"
+    assert not any(word in answer.json()["error"]["message"] for word in ("av", "ffmpeg", "Errno", "passwd"))
 
 
 def test_images_are_fetched_and_hostile_sites_are_refused_in_time(server: RunningServer) -> None:
