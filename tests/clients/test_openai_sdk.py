@@ -180,12 +180,16 @@ def test_logprobs_are_read(client: OpenAI) -> None:
     assert logprobs.content is not None
     assert "".join(entry.token for entry in logprobs.content) == answer.choices[0].message.content
     assert [len(entry.top_logprobs) for entry in logprobs.content] == [2] * 9
-    with client.chat.completions.stream(
-        model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=9, logprobs=True, top_logprobs=2
-    ) as stream:
-        streamed = stream.get_final_completion().choices[0].logprobs
-    assert streamed is not None
-    assert streamed.content == logprobs.content
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "x"}],
+        max_tokens=9,
+        logprobs=True,
+        top_logprobs=2,
+        stream=True,
+    )
+    parts = [chunk.choices[0].logprobs for chunk in stream]
+    assert [entry for part in parts if part for entry in part.content or ()] == logprobs.content
     completion = client.completions.create(model=MODEL, prompt="Once upon", max_tokens=3, logprobs=2, echo=True)
     old = completion.choices[0].logprobs
     assert old is not None
