@@ -6,6 +6,7 @@ and a parser that looks at each read once.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 
@@ -26,6 +27,7 @@ class Connection:
     __slots__ = (
         "_carry",
         "_is_chunked",
+        "_is_connected",
         "_left",
         "_rest",
         "_state",
@@ -38,14 +40,22 @@ class Connection:
     )
 
     def __init__(self, address: tuple[str, int]) -> None:
-        """Connect.
+        """Begin to connect, to an address with its host resolved; the first `send` waits for it.
 
         Raises:
             OSError: nobody listens there.
         """
-        self.sock = socket.create_connection(address, timeout=10.0)
+        self.sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock.setblocking(False)
+        self._is_connected = False
+        try:
+            self.sock.connect(address)
+        except BlockingIOError:  # it goes on by itself: a server that does not accept must not hold up all others
+            pass
+        except OSError:
+            self.sock.close()
+            raise
         self.fd = self.sock.fileno()
         self.record: Record | None = None
         self.is_reusable = True
@@ -73,11 +83,16 @@ class Connection:
         Raises:
             OSError: the connection is broken.
         """
+        if not self._is_connected:
+            error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, os.strerror(error))
         try:
             while self._unsent:
                 self._unsent = self._unsent[self.sock.send(self._unsent) :]
-        except BlockingIOError:
+        except BlockingIOError:  # it takes no more for now, or is not connected yet
             return False
+        self._is_connected = True
         return True
 
     def receive(self, now: float) -> bool:

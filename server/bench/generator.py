@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import select
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -48,11 +49,20 @@ class Progress:
     tokens: int = 0
 
 
+def resolve(host: str, port: int) -> str:
+    """Return the address of a host, once and not for each connection.
+
+    Raises:
+        OSError: there is none.
+    """
+    return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+
+
 class LoadGenerator:
     """Runs one plan once."""
 
     def __init__(self, host: str, port: int, items: Iterator[Item], plan: Plan) -> None:
-        self._address = (host, port)
+        self._address = (resolve(host, port), port)
         self._items = items
         self._plan = plan
         extra = "".join(f"{name}: {value}\r\n" for name, value in plan.headers)
@@ -126,7 +136,6 @@ class LoadGenerator:
         request = f"POST {item.path} HTTP/1.1\r\n{self._head}{len(item.body)}\r\n\r\n".encode() + item.body
         try:
             connection = self._connection()
-            is_sent = connection.begin(record, request)
         except OSError as exc:
             record.failure, record.ended = f"connect: {exc.strerror or exc}", time.perf_counter()
             self.progress.done += 1
@@ -134,8 +143,14 @@ class LoadGenerator:
             return
         record.sent = time.perf_counter()
         self._busy[connection.fd] = connection
-        if not is_sent:
-            self._epoll.modify(connection.fd, _WRITE)
+        try:
+            if not connection.begin(record, request):
+                self._epoll.modify(connection.fd, _WRITE)
+        except OSError as exc:
+            record.failure = f"connect: {exc.strerror or exc}"
+            self._close_record(connection)
+            connection.close()
+            return
         if item.cancel_after_s is not None:
             alarm = (record.sent + item.cancel_after_s, next(self._numbers), connection, record)
             heapq.heappush(self._alarms, alarm)
