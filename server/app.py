@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -22,6 +23,7 @@ from ftserve.server.generation import Handle, Job
 from ftserve.server.media import LARGE_BODY_BYTES, MediaFront
 from ftserve.server.model import ServedModel
 from ftserve.server.problems import DRAINING, JSON_HEADERS, LOADING, HttpError, Problem, problem_of
+from ftserve.server.responses import Responses
 from ftserve.server.tokenization import answer_detokenize, answer_tokenize
 from ftserve.server.uploads import Uploads
 
@@ -30,6 +32,8 @@ METRICS_HEADERS = [("content-type", "text/plain; version=0.0.4; charset=utf-8")]
 # A request that is refused for lack of room is still read if it is small: a connection that is closed with unread data
 # is reset, and the client might never see the answer.
 MAX_REFUSED_BYTES = 64 << 10
+
+_RESPONSES = "/v1/responses/"
 
 _POSTS: dict[str, Handle] = {  # what a preprocess thread does with the body
     "/v1/chat/completions": prepare_chat,
@@ -52,6 +56,7 @@ class App:
         registry: CollectorRegistry,
         *,
         media: MediaFront | None,
+        responses: Responses,
         keys: ApiKeys,
         cors: Cors,
         root_path: str,
@@ -66,6 +71,8 @@ class App:
         self._uploads = uploads
         self._registry = registry
         self._media = media
+        self._responses = responses
+        self._posts = _POSTS | {"/v1/responses": responses.prepare}
         self._keys = keys
         self._cors = cors
         self._root_path = root_path.rstrip("/")
@@ -94,18 +101,32 @@ class App:
             return
         if path not in OPEN_PATHS:
             self._keys.check(exchange)
-        handle = _POSTS.get(path)
+        handle = self._posts.get(path)
         if handle is not None:
             _allow(method, "POST")
             self._post(exchange, handle)
         elif (page := self._pages.get(path)) is not None:
             _allow(method, "GET", "HEAD")
             page(exchange)
+        elif path.startswith(_RESPONSES):
+            self._one_response(exchange, method, path.removeprefix(_RESPONSES))
         elif path.startswith("/v1/models/"):
             _allow(method, "GET", "HEAD")
             self._one_model(exchange, path.removeprefix("/v1/models/"))
         else:
             raise HttpError(404, f"There is nothing at {method} {path[:200]}.")
+
+    def _one_response(self, exchange: Exchange, method: str, rest: str) -> None:
+        response_id, _, action = rest.partition("/")
+        if action == "cancel":
+            _allow(method, "POST")
+            self._post(exchange, partial(self._responses.cancel, response_id=response_id))
+        elif action:
+            raise HttpError(404, f"There is nothing at {method} {_RESPONSES}{rest[:200]}.")
+        else:
+            _allow(method, "GET", "HEAD", "DELETE")
+            ask = self._responses.delete if method == "DELETE" else self._responses.get
+            ask(exchange, response_id)
 
     def _post(self, exchange: Exchange, handle: Handle) -> None:
         if (problem := self._refusal()) is not None:

@@ -18,8 +18,8 @@ from ftserve.server.extras import NOTHING
 from ftserve.server.generation import GenerationWorker, Job, Prepared
 from ftserve.server.logprobs import Scores
 from ftserve.server.messages import for_template
-from ftserve.server.problems import problem_of
-from ftserve.server.reply import usage_json
+from ftserve.server.problems import Problem, problem_of
+from ftserve.server.reply import DONE, usage_json
 from ftserve.server.rich import Delta, Kind, Message, RichOptions
 from ftserve.server.tools import CallPlan, with_tools
 from ftserve.server.wire import ChatRequest, parse, text_of
@@ -40,17 +40,25 @@ def parse_chat(exchange: Exchange, resume: Callable[[Job], None]) -> None:
     resume(Job(exchange, partial(prepare_parsed_chat, fields=fields)))
 
 
-def prepare_parsed_chat(worker: GenerationWorker, exchange: Exchange, fields: ChatRequest) -> Prepared | None:
-    """Turn a chat request into one prompt; None if it is left to wait for its images. Preprocess thread."""
+def prepare_parsed_chat(
+    worker: GenerationWorker,
+    exchange: Exchange,
+    fields: ChatRequest,
+    dress: Callable[[Prepared], Prepared] = lambda prepared: prepared,
+) -> Prepared | None:
+    """Turn a chat request into one prompt; None if it is left to wait for its images. Preprocess thread.
+
+    `dress` may change how the request is answered.
+    """
     worker.check_model(fields.model)
     media = worker.media
     if media is None:
-        return _prompt(worker, exchange, fields, text_of(fields.messages))
+        return dress(_prompt(worker, exchange, fields, text_of(fields.messages)))
     messages, gathering = media.take(fields, exchange)
     if gathering is None:
-        return _prompt(worker, exchange, fields, messages)
+        return dress(_prompt(worker, exchange, fields, messages))
     try:
-        prepared = _prompt(worker, exchange, fields, messages)
+        prepared = dress(_prompt(worker, exchange, fields, messages))
     except BaseException:
         gathering.cancel()
         raise
@@ -111,6 +119,8 @@ def _rich_options(dialect: Dialect, prompt: str, plan: CallPlan | None, *, keeps
 class ChatFormat:
     """Chat completion objects and chunks, put together from parts that are built once a request."""
 
+    done = DONE
+
     __slots__ = ("_chunk_head", "_chunk_tail", "_head", "_include_usage", "_prompt_logprobs", "_scores", "extras")
 
     def __init__(self, request_id: str, model: str, *, include_usage: bool, scores: Scores | None = None) -> None:
@@ -141,6 +151,9 @@ class ChatFormat:
     def last(self, usage: Usage) -> str:
         counts = f',"usage":{usage_json(usage)}' if self._include_usage else ""
         return f'{self._chunk_head},"choices":[]{counts}{self.extras.timings(usage)}}}\n\n'
+
+    def failure(self, problem: Problem) -> str:
+        return f"data: {problem.body()}\n\n"
 
     def rich_delta(self, index: int, delta: Delta) -> str:
         scores = "" if self._scores is None else f'"logprobs":{self._scores.of_chat(delta.tokens)},'

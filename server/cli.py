@@ -97,6 +97,8 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         max_concurrent_requests=options.max_concurrent_requests,
         max_body_mb=options.max_body_mb,
         max_logprobs=options.max_logprobs,
+        response_store_mb=options.response_store_mb,
+        response_store_hours=options.response_store_hours,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         body_memory_gb=options.body_memory_gb,
@@ -233,6 +235,18 @@ def _parser() -> argparse.ArgumentParser:
         type=_number(int, 0, 1000),
         default=defaults["max_logprobs"],
         help="how many of the likeliest tokens a request may ask for at each place",
+    )
+    limits.add_argument(
+        "--response-store-mb",
+        type=_amount,
+        default=defaults["response_store_mb"],
+        help="memory of the responses that can be asked for again; the oldest go first",
+    )
+    limits.add_argument(
+        "--response-store-hours",
+        type=_amount,
+        default=defaults["response_store_hours"],
+        help="how long they are kept at most",
     )
     limits.add_argument(
         "--shutdown-timeout",

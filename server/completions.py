@@ -15,7 +15,8 @@ from ftserve.server.exchange import Exchange
 from ftserve.server.extras import NOTHING
 from ftserve.server.generation import GenerationWorker, Prepared
 from ftserve.server.logprobs import Scores, prompt_tokens
-from ftserve.server.reply import usage_json
+from ftserve.server.problems import Problem
+from ftserve.server.reply import DONE, usage_json
 from ftserve.server.rich import Delta, Message, RichOptions, Token
 from ftserve.server.wire import CompletionRequest, parse
 
@@ -90,6 +91,8 @@ def _echoes(prompt: object, prompts: list[array[int]], worker: GenerationWorker)
 class CompletionFormat:
     """Text completion objects and chunks."""
 
+    done = DONE
+
     __slots__ = ("_chunk_tail", "_head", "_include_usage", "_scores", "extras")
 
     def __init__(self, request_id: str, model: str, *, include_usage: bool, scores: Scores | None = None) -> None:
@@ -119,6 +122,9 @@ class CompletionFormat:
     def last(self, usage: Usage) -> str:
         counts = f',"usage":{usage_json(usage)}' if self._include_usage else ""
         return f'data: {{{self._head},"choices":[]{counts}{self.extras.timings(usage)}}}\n\n'
+
+    def failure(self, problem: Problem) -> str:
+        return f"data: {problem.body()}\n\n"
 
     def rich_delta(self, index: int, delta: Delta) -> str:
         scores = "null" if self._scores is None else self._scores.of_completion(delta.tokens)

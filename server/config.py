@@ -114,6 +114,8 @@ class ServerConfig:
     body_timeout_s: float = 60.0  # from a request's head to the end of its body
     tool_call_parser: str = "auto"  # a name of `parsers/registry.py`; auto: by the chat template
     reasoning_parser: str = "auto"  # the same; none: thoughts are content
+    response_store_mb: float = 256.0  # of responses that can be asked for again
+    response_store_hours: float = 24.0  # how long they are kept at most
     max_logprobs: int = 20  # of the likeliest tokens that a request may ask for at each place
     max_response_bytes: int = 256 << 20  # one answer; bounds what a slow reader can pile up
     request_timeout_s: float = 600.0

@@ -69,6 +69,7 @@ class Exchange:
         "_engine",
         "_lock",
         "_on_cancel",
+        "_on_end",
         "_place",
         "_proto",
         "_reading",
@@ -103,6 +104,7 @@ class Exchange:
         self._engine: Engine | None = None
         self._disconnect: Any = None
         self._on_cancel: Callable[[], None] | None = None
+        self._on_end: Callable[[], None] | None = None
 
     def occupy(self, place: Place) -> None:
         """Hold `place` until the exchange ends. The owner only, before it can end."""
@@ -192,6 +194,18 @@ class Exchange:
             for request in requests:
                 engine.cancel(request)
 
+    def abort(self) -> None:
+        """End what was submitted; unlike after `cancel` the client is still there, and is told. Any thread."""
+        with self._lock:
+            engine, requests = self._engine, self._requests
+        if engine is not None:
+            for request in requests:
+                engine.cancel(request)
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called once when the exchange ends. The owner only, before it can end."""
+        self._on_end = callback
+
     def on_cancel(self, give_up: Callable[[], None]) -> None:
         """Have `give_up` called when the client goes, at once if it has gone. Preprocess thread, once."""
         with self._lock:
@@ -231,3 +245,5 @@ class Exchange:
         self._end()
         if self._place is not None:
             self._place.leave()
+        if self._on_end is not None:
+            self._on_end()

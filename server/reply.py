@@ -15,7 +15,7 @@ from ftserve.preprocess.vocabulary import Vocabulary
 from ftserve.server.choice import Choice, ChoiceEnd
 from ftserve.server.exchange import Exchange, is_lost
 from ftserve.server.extras import Extras
-from ftserve.server.problems import JSON_HEADERS, problem_of
+from ftserve.server.problems import JSON_HEADERS, Problem, problem_of
 from ftserve.server.rich import Delta, Message, RichOptions
 
 SSE_HEADERS = [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
@@ -26,6 +26,7 @@ class ReplyFormat(Protocol):
     """How an endpoint writes its answers. Text arrives JSON-escaped; events are whole SSE events."""
 
     extras: Extras  # set before the request is submitted
+    done: str  # what ends a stream behind its last event
 
     def opening(self, index: int) -> str:
         """Return the events before a choice's first text."""
@@ -38,6 +39,9 @@ class ReplyFormat(Protocol):
 
     def last(self, usage: Usage) -> str:
         """Return the last event, with counts and timings as far as they were asked for."""
+
+    def failure(self, problem: Problem) -> str:
+        """Return the events that end a stream early."""
 
     def rich_delta(self, index: int, delta: Delta) -> str:
         """Return the event for a delta of a choice that carries more than text, see `server/rich.py`."""
@@ -232,7 +236,7 @@ class Reply:
         if self._num_open == 0:
             if self._include_usage:
                 parts.append(self._format.last(self.usage()))
-            parts.append(DONE)
+            parts.append(self._format.done)
         if parts:
             self._send("".join(parts))
         if self._num_open == 0:
@@ -278,7 +282,7 @@ class Reply:
         if self._transport is None:
             self.exchange.refuse(problem)
         else:
-            self._send(f"data: {problem.body()}\n\n{DONE}")
+            self._send(self._format.failure(problem) + self._format.done)
         self._finish()
 
     def _finish(self) -> None:

@@ -128,6 +128,7 @@ class Message:
     calls: list[ToolCall]
     tokens: list[Token]
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    deltas: Sequence[Delta] = field(default=(), compare=False, repr=False)  # in their order
 
     @classmethod
     def of(cls, deltas: Sequence[Delta], prompt_logprobs: Sequence[TokenLogprobs | None] | None = None) -> Message:
@@ -141,7 +142,8 @@ class Message:
             else:
                 texts[delta.kind] += delta.texts
         tokens = [token for delta in deltas for token in delta.tokens]
-        return cls("".join(texts[Kind.CONTENT]), "".join(texts[Kind.REASONING]), calls, tokens, prompt_logprobs)
+        content, reasoning = "".join(texts[Kind.CONTENT]), "".join(texts[Kind.REASONING])
+        return cls(content, reasoning, calls, tokens, prompt_logprobs, deltas)
 
 
 class RichText:

@@ -31,6 +31,8 @@ from ftserve.server.metrics import Recorder, ServerCollector, is_gil_enabled
 from ftserve.server.model import ServedModel
 from ftserve.server.output import OutputThread
 from ftserve.server.problems import DRAINING
+from ftserve.server.responses import Responses
+from ftserve.server.responses_store import ResponseStore
 from ftserve.server.uploads import Uploads
 
 log = logging.getLogger("ftserve")
@@ -73,6 +75,9 @@ class Service:
         self.admission = Admission(config.max_concurrent_requests, int(config.body_memory_gb * 2**30))
         self._uploads = Uploads(min(config.body_timeout_s, config.request_timeout_s))
         self._garbage = GarbageKeeper()
+        self._response_store = ResponseStore(
+            max_chars=int(config.response_store_mb * 2**20), max_age_s=config.response_store_hours * 3600
+        )
         registry = CollectorRegistry()
         registry.register(self._collector())
         self.app = App(
@@ -83,6 +88,7 @@ class Service:
             self._uploads,
             registry,
             media=self._media,
+            responses=Responses(self._response_store),
             keys=ApiKeys(config.api_keys),
             cors=Cors(config.allowed_origins),
             root_path=config.root_path,
@@ -177,6 +183,7 @@ class Service:
 
     def _collector(self) -> ServerCollector:
         gauges = {
+            "response_store_chars": ("Characters of responses that are kept", self._response_store.num_chars),
             "http_requests_inside": ("Requests between head and last byte", self.admission.num_inside),
             "http_bodies_reading": ("Requests whose body is being read", self._uploads.num_reading),
             "http_body_bytes": ("Bytes of bodies that are being read or wait", lambda: self.admission.num_body_bytes),

@@ -6,7 +6,7 @@ and cannot honour yet is listed in `_NOT_YET` and refused unless it asks for not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -253,6 +253,19 @@ def parse(model: type[W], body: bytes) -> W:
     """
     try:
         return model.model_validate_json(body)
+    except ValidationError as exc:
+        errors = exc.errors(include_url=False, include_context=False, include_input=False)
+        raise _invalid(_aptest(errors)) from None
+
+
+def validate(model: type[W], fields: Mapping[str, Any]) -> W:
+    """Make a request of fields that another one has.
+
+    Raises:
+        InvalidRequestError: naming the first field that is wrong.
+    """
+    try:
+        return model.model_validate(fields)
     except ValidationError as exc:
         errors = exc.errors(include_url=False, include_context=False, include_input=False)
         raise _invalid(_aptest(errors)) from None

@@ -21,6 +21,16 @@ def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
         assert "Traceback" not in server.log()
 
 
+@pytest.fixture(scope="session")
+def echo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One server that answers with what the prompt has between ⟦ and ⟧, and takes <think> for thoughts."""
+    log = tmp_path_factory.mktemp("echo_server") / "log"
+    with RunningServer(log, *NULL_ENGINE, "--null-echo", "--reasoning-parser", "think") as server:
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.log()
+
+
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
     """Start servers without a model and with options of the test's own; they end with the test."""

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.server.parsers.samples import BOTH, ROME_JSON, SAMPLES, SCHEMAS, Sample
-from tests.server.serving import MODEL, NULL_ENGINE, RunningServer
+from tests.server.serving import MODEL, RunningServer
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
 THOUGHT = "<think>\nHm: a thought.\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    log = tmp_path_factory.mktemp("echo") / "log"
-    with RunningServer(log, *NULL_ENGINE, "--null-echo", "--reasoning-parser", "think") as server:
-        yield server
-        assert "Traceback" not in server.log()
+@pytest.fixture
+def server(echo_server: RunningServer) -> RunningServer:
+    return echo_server
 
 
 def body(says: str, **fields: object) -> dict[str, object]:
