@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load import MODEL, Outcome, Scenario, cpu_by_role, drive, prose, quantile, spread
+from benchmarks.load import MODEL, Outcome, Scenario, drive, prose, spread
+from ftserve.server.bench.observe import cpu_by_role
 
 WARM_UP_REQUESTS = 2000  # until the encoder's cache of words is as full as it is in service
 
@@ -78,18 +79,19 @@ def measure(case: Case, seed: int) -> dict[str, Any]:
     assert not outcome.failures, f"{outcome.failures} requests failed"
     units = outcome.tokens if case.per == "token" else case.scenario.requests
     roles = {role: 1e6 * (after[role] - before.get(role, 0.0)) / units for role in after}
-    return {"us": sum(roles.values()), "roles": roles} | _seen_by_clients(outcome, case.scenario)
+    return {"us": sum(roles.values()), "roles": roles} | _seen_by_clients(outcome)
 
 
-def _seen_by_clients(outcome: Outcome, scenario: Scenario) -> dict[str, float]:
+def _seen_by_clients(outcome: Outcome) -> dict[str, float]:
+    summary = outcome.summary
     return {
-        "requests_per_s": scenario.requests / outcome.wall,
-        "tokens_per_s": outcome.tokens / outcome.wall,
+        "requests_per_s": summary.requests_per_s,
+        "tokens_per_s": summary.tokens_per_s,
         "tokens_per_chunk": outcome.tokens / outcome.chunks if outcome.chunks else 0.0,
-        "ttft_ms_p50": 1e3 * quantile(outcome.first_tokens, 0.5),
-        "ttft_ms_p99": 1e3 * quantile(outcome.first_tokens, 0.99),
-        "gap_ms_p50": 1e3 * quantile(outcome.gaps, 0.5),
-        "gap_ms_p99": 1e3 * quantile(outcome.gaps, 0.99),
+        "ttft_ms_p50": summary.ttft_ms.p50,
+        "ttft_ms_p99": summary.ttft_ms.p99,
+        "gap_ms_p50": summary.itl_ms.p50,
+        "gap_ms_p99": summary.itl_ms.p99,
     }
 
 
