@@ -8,7 +8,7 @@ from collections.abc import Collection
 from ftserve.server.parsers.bodies import JsonCalls
 from ftserve.server.parsers.json_stream import JsonCall
 from ftserve.server.parsers.marked import CallBody, NotACallError
-from ftserve.server.parsers.python_call import end_of_call, read_call
+from ftserve.server.parsers.python_call import CallEnd, read_call
 from ftserve.server.rich import Kind, Piece
 
 _LLAMA_MARK = "<|python_tag|>"
@@ -92,6 +92,7 @@ class PythonicParser:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._text = ""
+        self._end = CallEnd()  # of the call that `_text` begins with
         self._state = "begin"  # begin, calls, behind, content
 
     @property
@@ -131,14 +132,14 @@ class PythonicParser:
 
     def _look_at_first(self, rest: str) -> None:
         """Leave the beginning once the first call is whole, or cannot be one."""
-        end = end_of_call(rest[1:])
+        end = self._end.find(rest[1:])
         if end == -1:
             return
         call = read_call(rest[1 : 1 + end]) if end else None
         if call is None or call[0] not in self._names:
             self._state = "content"
         else:
-            self._state, self._text = "calls", rest[1:]
+            self._state, self._text, self._end = "calls", rest[1:], CallEnd()
 
     def _look_behind(self) -> None:
         """Drop the closing mark and white space; what follows is content."""
@@ -154,7 +155,7 @@ class PythonicParser:
         if text.startswith("]"):
             self._state, self._text = "behind", text[1:]
             return False
-        end = end_of_call(text)
+        end = self._end.find(text)
         if end == -1:
             return False
         call = read_call(text[:end]) if end else None
@@ -163,7 +164,7 @@ class PythonicParser:
             return False
         name, arguments = call
         pieces += [Piece(Kind.CALL, name), Piece(Kind.ARGUMENTS, json.dumps(arguments, ensure_ascii=False))]
-        self._text = text[end:]
+        self._text, self._end = text[end:], CallEnd()
         return True
 
 

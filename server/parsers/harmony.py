@@ -13,7 +13,15 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 _RECIPIENT = re.compile(r"\bto=(\S+?)(?=<\||\s|$)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_MESSAGE = "<|message|>"
+_HEADER_STARTS = ("<|start|>", "<|channel|>", "to=")
 _MAX_HEADER_CHARS = 512
+
+
+def _begins_header(text: str) -> bool:
+    """Whether `text` begins as a header does, as far as it goes."""
+    text = text.lstrip()
+    return any(text.startswith(start[: len(text)]) for start in _HEADER_STARTS)
 
 
 class HarmonyParser:
@@ -48,17 +56,15 @@ class HarmonyParser:
         return [Piece(Kind.CONTENT, rest)] if rest.strip() else []
 
     def _read_header(self, pieces: list[Piece]) -> bool:
-        at = self._text.find("<|message|>")
-        if at < 0:
-            if not self._can_be_header(self._text):
-                self._kind = Kind.CONTENT
-                return True
-            return False
-        header = self._text[:at]
-        if not self._can_be_header(header):
+        at = self._text.find(_MESSAGE)
+        length = at if at >= 0 else len(self._text) - len(_MESSAGE)
+        if not _begins_header(self._text) or length > _MAX_HEADER_CHARS:
             self._kind = Kind.CONTENT
             return True
-        self._text = self._text[at + len("<|message|>") :]
+        if at < 0:
+            return False
+        header = self._text[:at]
+        self._text = self._text[at + len(_MESSAGE) :]
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] != "assistant":
             self._kind = Kind.ARGUMENTS
@@ -66,13 +72,6 @@ class HarmonyParser:
         else:
             self._kind = Kind.REASONING if channel is not None and channel[1] == "analysis" else Kind.CONTENT
         return True
-
-    def _can_be_header(self, text: str) -> bool:
-        """Whether `text` can begin a header: bounded, and it starts as one does."""
-        text = text.lstrip()
-        starts = ("<|start|>", "<|channel|>", "to=")
-        is_header = any(text.startswith(start[: len(text)]) for start in starts)
-        return is_header and len(text) <= _MAX_HEADER_CHARS
 
     def _read_text(self, pieces: list[Piece]) -> bool:
         assert self._kind is not None, "the caller looked"

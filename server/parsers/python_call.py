@@ -18,28 +18,43 @@ _BRACKET = re.compile(r"""[()\[\]{}'"\\]""")
 _MAX_DEPTH = 64
 
 
-def end_of_call(text: str) -> int:
-    """Return where the call that `text` begins with ends; -1 if it goes on, 0 if it is none."""
-    depth, quote, at = 0, "", 0
-    while (found := _BRACKET.search(text, at)) is not None:
-        char, at = found[0], found.end()
-        if char == "\\":
-            at += 1
-        elif quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            if depth == 0:
-                return 0
-            quote = char
-        elif char in "([{":
-            if depth == 0 and char != "(":
-                return 0
-            depth += 1
-        else:
-            depth -= 1
-            if depth <= 0:
-                return at if depth == 0 else 0
-    return -1
+class CallEnd:
+    """Finds where a call ends in text that grows. One object a call."""
+
+    __slots__ = ("_at", "_depth", "_quote")
+
+    def __init__(self) -> None:
+        self._at = self._depth = 0
+        self._quote = ""
+
+    def find(self, text: str) -> int:
+        """Return where the call that `text` begins with ends; -1 if it goes on, 0 if it is none.
+
+        `text` is what the last time was given, and more.
+        """
+        while (found := _BRACKET.search(text, self._at)) is not None:
+            char = found[0]
+            if char == "\\" and found.end() == len(text):
+                return -1  # what it escapes is yet to come
+            self._at = found.end() + (char == "\\")
+            if char == "\\":
+                continue
+            if self._quote:
+                self._quote = "" if char == self._quote else self._quote
+            elif char in "'\"":
+                if self._depth == 0:
+                    return 0
+                self._quote = char
+            elif char in "([{":
+                if self._depth == 0 and char != "(":
+                    return 0
+                self._depth += 1
+            else:
+                self._depth -= 1
+                if self._depth <= 0:
+                    return self._at if self._depth == 0 else 0
+        self._at = max(self._at, len(text))
+        return -1
 
 
 def read_call(text: str) -> tuple[str, dict[str, Any]] | None:

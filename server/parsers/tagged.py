@@ -120,11 +120,15 @@ class TaggedCall:
 
     def _take_value(self, types: frozenset[str], pieces: list[Piece]) -> bool:
         """Take what there is of a value; True if it has ended."""
+        if "<" not in self._text:  # of no marker anything
+            if types == _STRING:
+                self._give_string(pieces, may_end=False)
+            return False
         ends = self._form.value_ends
         at, marker = min(((at, marker) for marker in ends if (at := self._text.find(marker)) >= 0), default=(-1, ""))
         if at < 0:
             if types == _STRING:
-                self._give_string(pieces)
+                self._give_string(pieces, may_end=True)
             return False
         value = self._text[:at]
         self._text = self._text[at + len(marker) :] if marker == ends[0] else self._text[at:]
@@ -137,10 +141,10 @@ class TaggedCall:
         self._value_types = None
         return True
 
-    def _give_string(self, pieces: list[Piece]) -> None:
+    def _give_string(self, pieces: list[Piece], *, may_end: bool) -> None:
         """Give out what certainly belongs to a string."""
         text = self._text
-        kept = held_back(text, self._form.value_ends)
+        kept = held_back(text, self._form.value_ends) if may_end else 0
         if self._form.strips_newline:
             if self._is_first_of_value and text in ("", "\n"):
                 return

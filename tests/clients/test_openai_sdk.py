@@ -24,16 +24,6 @@ def client(null_server: RunningServer) -> Iterator[OpenAI]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def model_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    log = tmp_path_factory.mktemp("model_server") / "log"
-    with (
-        RunningServer(log, "--torch-threads", "1") as server,
-        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client,
-    ):
-        yield client
-
-
 def chat_text(client: OpenAI, messages: list[dict[str, str]], **fields: object) -> str:
     answer = client.chat.completions.create(model=MODEL, messages=messages, **fields)  # type: ignore[call-overload]
     return str(answer.choices[0].message.content)
