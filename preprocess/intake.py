@@ -262,7 +262,7 @@ class MediaIntake:
         if not url:
             self._look_up(ticket)
         elif scheme == "data":
-            self._openers.put(partial(self._open, ticket, lambda: read_data_url(url, self._handler.max_bytes)))
+            self._openers.put(partial(self._open_data, ticket))
         elif scheme == "file":
             self._openers.put(partial(self._open, ticket, lambda: self._files.read(url, self._handler.max_bytes)))
         elif scheme in ("http", "https") and self._fetcher is not None:
@@ -274,8 +274,7 @@ class MediaIntake:
             raise InvalidRequestError("The URL must begin with data:, https:, http: or file:.")
 
     def _look_up(self, ticket: Ticket) -> None:
-        name = _name(ticket)
-        assert name is not None, "a source without a URL has a name"
+        (name,) = _names(ticket)  # a source without a URL has one
         try:
             item = self.cache.claim_named(name, ticket)
         except KeyError:
@@ -285,7 +284,31 @@ class MediaIntake:
         if item is not None:
             ticket.deliver(item)
 
-    def _open(self, ticket: Ticket, read: Callable[[], Payload], observe: Observe) -> None:
+    def _open_data(self, ticket: Ticket, observe: Observe) -> None:
+        """Look for the text of a `data:` URL in the cache, which spares a hit the decoding of its base64."""
+        if ticket.is_over:
+            return
+        began = time.monotonic()
+        source, names = ticket.source, _names(ticket)
+        try:
+            text = source.url.encode()
+            digest = media_key((text,), self._handler.options(source), b"")
+            name = (ticket.gathering.salt, source.modality, digest)
+            item = self.cache.claim_named(name, ticket, names)
+        except KeyError:
+            read = partial(read_data_url, source.url, self._handler.max_bytes)
+            self._open(ticket, read, observe, (*names, name))
+            return
+        except Exception as exc:  # noqa: BLE001 - `_ours` logs what is not ours
+            ticket.fail(_ours(exc))
+        else:
+            if item is not None:
+                ticket.deliver(item)
+        observe("media_open", time.monotonic() - began)
+
+    def _open(
+        self, ticket: Ticket, read: Callable[[], Payload], observe: Observe, names: Sequence[Name] | None = None
+    ) -> None:
         """Get the bytes and look for them in the cache; else read the header and queue for decoding."""
         if ticket.is_over:
             return
@@ -294,7 +317,7 @@ class MediaIntake:
             source = ticket.source
             payload = read()
             key = media_key(payload, self._handler.options(source), ticket.gathering.salt)
-            found = self.cache.claim(key, ticket, _name(ticket))
+            found = self.cache.claim(key, ticket, _names(ticket) if names is None else names)
             if isinstance(found, Flight):
                 self._admit(found, payload, source)
             elif found is not None:
@@ -327,9 +350,10 @@ class MediaIntake:
             observe("media_decode", time.monotonic() - began)
 
 
-def _name(ticket: Ticket) -> Name | None:
+def _names(ticket: Ticket) -> tuple[Name, ...]:
+    """Return what the client itself calls the item."""
     uuid = ticket.source.uuid
-    return None if uuid is None else (ticket.gathering.salt, ticket.source.modality, uuid)
+    return () if uuid is None else ((ticket.gathering.salt, ticket.source.modality, uuid),)
 
 
 def _named(error: FtserveError, param: str | None) -> FtserveError:

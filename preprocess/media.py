@@ -24,9 +24,9 @@ from typing import Protocol
 from ftserve.engine.errors import FtserveError
 from ftserve.engine.types import MediaItem, Modality
 
-MAX_NAMES = 16  # a client's own names for one item; the oldest goes first
+MAX_NAMES = 16  # of one item; the oldest goes first
 
-Name = tuple[bytes, Modality, str]  # (salt, kind, uuid)
+Name = tuple[bytes, Modality, str | bytes]  # (salt, kind, the client's uuid or the digest of a `data:` URL)
 
 
 def media_key(pieces: Sequence[bytes], options: bytes, salt: bytes) -> bytes:
@@ -95,28 +95,32 @@ class MediaCache:
         self._num_bytes = 0
         self._hits = self._joined = self._misses = self._decoded = self._evictions = 0
 
-    def claim(self, key: bytes, waiter: Waiter, name: Name | None = None) -> MediaItem | Flight | None:
+    def claim(self, key: bytes, waiter: Waiter, names: Iterable[Name] = ()) -> MediaItem | Flight | None:
         """Return the item; or None if `waiter` will be told; or a flight that the caller has to land.
 
-        `name` is what the client calls the item from now on.
+        `names` are what the item is called from now on.
         """
         with self._lock:
             found: MediaItem | Flight | None = self._find(key, waiter)
             if found is None and key not in self._flights:
                 self._misses += 1
                 self._flights[key] = found = Flight(key, waiter)
-            if name is not None:
+            for name in names:
                 self._rename(name, key)
         return found
 
-    def claim_named(self, name: Name, waiter: Waiter) -> MediaItem | None:
-        """Return the item that has this name; or None if `waiter` will be told.
+    def claim_named(self, name: Name, waiter: Waiter, names: Iterable[Name] = ()) -> MediaItem | None:
+        """Return the item that has this name; or None if `waiter` will be told. It gets `names` too.
 
         Raises:
             KeyError: nothing here has that name, or not any more.
         """
         with self._lock:
-            return self._find(self._keys[name], waiter)
+            key = self._keys[name]
+            found = self._find(key, waiter)
+            for other in names:
+                self._rename(other, key)
+        return found
 
     def has_waiters(self, flight: Flight) -> bool:
         """Whether anybody still waits for the flight."""

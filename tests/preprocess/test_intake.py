@@ -16,7 +16,7 @@ from ftserve.engine.errors import InvalidRequestError, MediaError, OverloadedErr
 from ftserve.engine.types import MediaItem, Modality
 from ftserve.preprocess.gate import PixelGate
 from ftserve.preprocess.intake import Gathering, MediaIntake
-from ftserve.preprocess.media import MediaCache
+from ftserve.preprocess.media import MediaCache, media_key
 from ftserve.preprocess.sources import LocalFiles, MediaSource, Payload
 
 PATIENCE_S = 60
@@ -261,3 +261,23 @@ def test_many_clients_that_come_and_go() -> None:
             pass
         assert not failures
         assert not intake._live
+
+
+def test_a_url_that_was_seen_before_is_found_by_its_text_and_still_gets_a_name() -> None:
+    with running(Handler()) as intake:
+        found(intake.gather([source(b"a")], b"t"))
+        assert found(intake.gather([source(b"a", "cat")], b"t")) == [b"a"]
+        assert found(intake.gather([source("", "cat")], b"t")) == [b"a"]
+        assert found(intake.gather([source("data:;x;base64,YQ==")], b"t")) == [b"a"]
+        assert intake.cache.statistics().decoded == 1
+
+
+def test_a_uuid_cannot_stand_in_for_a_url() -> None:
+    """A client that names its own item like the digest of somebody's URL must not be served in its place."""
+    with running(Handler()) as intake:
+        url = source(b"victim").url
+        for form in ("hex", "raw"):
+            digest = media_key((url.encode(),), b"()", b"")
+            name = digest.hex() if form == "hex" else digest.decode("latin-1")
+            found(intake.gather([source(b"attacker", name)], b""))
+        assert found(intake.gather([source(b"victim")], b"")) == [b"victim"]

@@ -67,7 +67,7 @@ def test_who_comes_while_it_is_decoded_waits_for_it() -> None:
 
 def test_an_error_reaches_everybody_and_is_not_kept() -> None:
     cache, first, second = MediaCache(10 * KB), Listener(), Listener()
-    flight = cache.claim(b"a", first, (b"", Modality.IMAGE, "name"))
+    flight = cache.claim(b"a", first, [(b"", Modality.IMAGE, "name")])
     assert isinstance(flight, Flight)
     cache.claim(b"a", second)
     error = MediaError("broken")
@@ -92,7 +92,7 @@ def test_the_least_recently_used_goes_first() -> None:
 @pytest.mark.parametrize("max_bytes", [0, KB - 1])
 def test_an_item_that_has_no_room_is_delivered_and_not_kept(max_bytes: int) -> None:
     cache, listener = MediaCache(max_bytes), Listener()
-    flight = cache.claim(b"a", listener, (b"", Modality.IMAGE, "name"))
+    flight = cache.claim(b"a", listener, [(b"", Modality.IMAGE, "name")])
     assert isinstance(flight, Flight)
     cache.land(flight, item(b"a"))
     assert len(listener.items) == 1
@@ -114,14 +114,15 @@ def test_a_flight_that_nobody_waits_for_is_called_off() -> None:
 
 def test_a_name_finds_the_item_until_it_is_evicted() -> None:
     cache, name = MediaCache(KB), (b"tenant", Modality.IMAGE, "cat")
-    flight = cache.claim(b"a", Listener(), name)
+    flight = cache.claim(b"a", Listener(), [name])
     assert isinstance(flight, Flight)
     waiter = Listener()
     assert cache.claim_named(name, waiter) is None
     made = item(b"a")
     cache.land(flight, made)
     assert waiter.items == [made]
-    assert cache.claim_named(name, Listener()) is made
+    assert cache.claim_named(name, Listener(), [(b"tenant", Modality.IMAGE, b"cat")]) is made
+    assert cache.claim_named((b"tenant", Modality.IMAGE, b"cat"), Listener()) is made
     for other in ((b"", Modality.IMAGE, "cat"), (b"tenant", Modality.VIDEO, "cat"), (b"tenant", Modality.IMAGE, "c")):
         with pytest.raises(KeyError):
             cache.claim_named(other, Listener())
@@ -135,11 +136,11 @@ def test_a_name_moves_to_the_newest_data_and_names_are_bounded() -> None:
     first, second = fill(cache, b"a"), fill(cache, b"b")
     names = [(b"", Modality.IMAGE, str(k)) for k in range(MAX_NAMES + 1)]
     for name in names:
-        cache.claim(b"a", Listener(), name)
+        cache.claim(b"a", Listener(), [name])
     with pytest.raises(KeyError):
         cache.claim_named(names[0], Listener())
     assert cache.claim_named(names[1], Listener()) is first
-    cache.claim(b"b", Listener(), names[1])
+    cache.claim(b"b", Listener(), [names[1]])
     assert cache.claim_named(names[1], Listener()) is second
 
 
@@ -173,7 +174,7 @@ def test_many_threads_over_few_keys_lose_nobody(capacity: int) -> None:
         for _ in range(rounds):
             key, listener = bytes([rng.randrange(12)]), Listener()
             name = (b"", Modality.IMAGE, str(rng.randrange(6)))
-            found = cache.claim(key, listener, name if rng.random() < 0.3 else None)
+            found = cache.claim(key, listener, [name] if rng.random() < 0.3 else [])
             if isinstance(found, MediaItem):
                 assert found.digest == key
                 continue
