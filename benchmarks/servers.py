@@ -19,8 +19,8 @@ MODEL = "smollm2-135m-instruct"
 SERVER_CASES = ("request", "stream")
 _WARM_UP = 1500  # requests, until the encoder's cache of words is as full as in service
 _LOADS = {  # requests a sample, clients, tokens of each answer
-    "request": (250, 32, 1),
-    "stream": (64, 64, 64),
+    "request": (500, 32, 1),
+    "stream": (64, 64, 128),
     "echo": (1000, 32, 1),
 }
 _NULL_ENGINE = ("-m", "ftserve", "--engine", "null", "--port", "0", "--max-num-seqs", "256", "--no-log-requests")

@@ -6,20 +6,20 @@ import argparse
 import http.client
 import itertools
 import json
-import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ftserve.server.bench.arrivals import ARRIVALS, arrival_times
-from ftserve.server.bench.generator import LoadGenerator, Plan, Progress
+from ftserve.server.bench.arrivals import ARRIVALS
+from ftserve.server.bench.fleet import Load, run_load
+from ftserve.server.bench.generator import LoadGenerator, Progress
 from ftserve.server.bench.observe import Glance, ServerUse, listener
 from ftserve.server.bench.report import Run, as_html, as_json, as_text
 from ftserve.server.bench.results import Slo, summarize
-from ftserve.server.bench.workload import KINDS, Workload, WorkloadConfig
+from ftserve.server.bench.workload import KINDS, Item, Workload, WorkloadConfig
 
 DEFAULT_DURATION_S = 30.0
 
@@ -60,9 +60,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         target = Target(options.url, options.api_key, options.pid)
         config = _workload_config(options, options.model or target.model())
-        workload = Workload(config, options.seed)
-        runs = [_run(options, target, workload, rate, k) for k, rate in enumerate(options.rate or [None])]
-    except (ValueError, OSError) as exc:
+        items, load = iter(Workload(config, options.seed)), _load(options, target, config)
+        if options.warm_up:
+            _warm_up(load, items, options.warm_up)
+        rates = enumerate(options.rate or [None])
+        runs = [_run(options, target, replace(load, rate=rate, seed=load.seed + k), items) for k, rate in rates]
+    except (ValueError, OSError, RuntimeError) as exc:
         sys.stderr.write(f"ftserve bench: {exc}\n")
         return 2
     settings = {name: value for name, value in vars(options).items() if value is not None and name != "api_key"}
@@ -74,43 +77,45 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if any(run.summary.failures for run in runs) else 0
 
 
-def _run(options: argparse.Namespace, target: Target, workload: Workload, rate: float | None, number: int) -> Run:
-    items, plan = iter(workload), _plan(options, rate, number)
-    if options.warm_up and number == 0:
-        warm_up = replace(plan, arrivals=None, max_requests=options.warm_up, duration_s=None)
-        LoadGenerator(target.host, target.port, items, warm_up).run()
+def _run(options: argparse.Namespace, target: Target, load: Load, items: Iterator[Item]) -> Run:
     before = target.glance()
-    generator = LoadGenerator(target.host, target.port, items, plan)
-    records = generator.run(None if options.quiet else _show(generator))
+    records = run_load(load, items, options.processes, None if options.quiet else _show())
     server = ServerUse.between(before, target.glance())
     if not records:
         raise ValueError("no request was due in that time")
-    name = f"{options.concurrency} clients" if rate is None else f"{rate:g} requests/s"
-    run = Run(name, rate, records, summarize(records, options.slo), server)
+    name = f"{load.concurrency} clients" if load.rate is None else f"{load.rate:g} requests/s"
+    run = Run(name, load.rate, records, summarize(records, options.slo), server)
     sys.stdout.write(as_text(run) + "\n")
     sys.stdout.flush()
     return run
 
 
-def _plan(options: argparse.Namespace, rate: float | None, number: int) -> Plan:
-    rng = random.Random(options.seed + number)
+def _warm_up(load: Load, items: Iterator[Item], requests: int) -> None:
+    plan = replace(load, rate=None, max_requests=requests, duration_s=None).plan()
+    LoadGenerator(load.host, load.port, items, plan).run()
+
+
+def _load(options: argparse.Namespace, target: Target, config: WorkloadConfig) -> Load:
     duration = options.duration
     if duration is None and options.requests is None:
         duration = DEFAULT_DURATION_S
-    return Plan(
-        arrivals=None
-        if rate is None
-        else arrival_times(options.arrivals, rate, burst_size=options.burst_size, rng=rng),
+    return Load(
+        host=target.host,
+        port=target.port,
+        workload=config,
+        seed=options.seed,
+        arrivals=options.arrivals,
+        burst_size=options.burst_size,
         concurrency=options.concurrency,
         max_requests=options.requests,
         duration_s=duration,
         max_connections=options.max_connections,
         timeout_s=options.timeout,
-        headers=(("authorization", f"Bearer {options.api_key}"),) if options.api_key else (),
+        headers=tuple(target.headers.items()),
     )
 
 
-def _show(_generator: LoadGenerator) -> Callable[[Progress], None]:
+def _show() -> Callable[[Progress], None]:
     """Return what keeps one line of a terminal up to date, or adds a line now and then to a file."""
     is_terminal, ticks = sys.stderr.isatty(), itertools.count(1)
     last = [0.0, 0, 0]
@@ -212,6 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--duration", type=float, help=f"seconds; if nothing is given, {DEFAULT_DURATION_S:g}")
     load.add_argument("--warm-up", type=int, default=0, help="requests before the first run that do not count")
     load.add_argument("--timeout", type=float, default=600.0, help="seconds until a request is given up")
+    load.add_argument("--processes", type=int, default=1, help="of the generator, each with its part of the load")
     load.add_argument("--max-connections", type=int, default=4096, help="more requests at once wait for one")
     content = parser.add_argument_group("requests")
     content.add_argument(

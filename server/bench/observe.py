@@ -141,13 +141,13 @@ class Glance:
     cpu: dict[str, float]
     rss: int
     metrics: dict[str, float]
-    own_cpu_s: float  # of the generator
+    own_cpu_s: float  # of the generator, with its processes that have ended
 
     @classmethod
     def take(cls, host: str, port: int, pid: int | None, headers: Mapping[str, str] | None = None) -> Glance:
         metrics = scrape(host, port, headers)
         cpu, rss = (cpu_by_role(pid), resident_bytes(pid)) if pid is not None else ({}, 0)
-        return cls(time.perf_counter(), cpu, rss, metrics, time.process_time())
+        return cls(time.perf_counter(), cpu, rss, metrics, sum(os.times()[:4]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
