@@ -3,6 +3,8 @@
 Guarantees: a source is either compiled or refused with `InvalidRequestError`, in bounded time and memory whatever it
 says (`grammar_sandbox.py`). Any thread may call any method.
 
+Whoever must not wait asks `GrammarCompiler.known`, and leaves what is not known to `compile_soon`.
+
 Shared fields of `GrammarCompiler`: all under its lock, which is held for dictionary look-ups only, and while the
 tokenizer is loaded; never per token.
 """
@@ -13,19 +15,30 @@ import json
 import logging
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftserve.engine.errors import InvalidRequestError
+from ftserve.engine.errors import (
+    EngineRequestError,
+    FtserveError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestCancelledError,
+)
 from ftserve.engine.grammar_sandbox import TOO_COMPLEX, GrammarSandbox, compile_matcher, make_tokenizer
+from ftserve.engine.threads import name_this_thread
 
 log = logging.getLogger("ftserve.engine")
 
 MAX_SOURCE_CHARS = 2**20
 _NO_GRAMMARS = "This model has no tokenizer or no end of text that output could be held to a structure with."
+_MAX_WAITING = 64  # for the thread that compiles
 _MAX_CACHED = 64
 _MAX_CACHED_CHARS = 4 * 2**20
 
@@ -62,18 +75,26 @@ class Grammar:
     matcher: Any  # llguidance.LLMatcher at the beginning; nobody advances it, and `deep_copy` may run on any thread
 
 
-class GrammarCompiler:
-    """Compiles constraints on the output of one model, and remembers the latest."""
+class UnknownGrammarError(Exception):
+    """A grammar has to be compiled first, which takes a while; `GrammarCompiler.compile_soon` does it."""
 
-    def __init__(self, tokenizer_json: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        """Prepare to compile; the tokenizer is read, and a helper process started, when they are first needed."""
-        self._path = tokenizer_json
-        self._vocab_size = vocab_size
-        self._eos_ids = sorted(eos_token_ids)  # emptied if the tokenizer cannot be read
-        self._sandbox = GrammarSandbox(tokenizer_json, vocab_size, self._eos_ids)
-        self._lock = threading.Lock()
-        self._tokenizer: Any = None
-        self._known: OrderedDict[str, Grammar] = OrderedDict()  # by source; the least recently used first
+    def __init__(self, source: str, param: str | None, what: str) -> None:
+        super().__init__()
+        self.source = source
+        self.param = param
+        self.what = what
+
+
+class GrammarMaker(ABC):
+    """The ways to ask for a grammar."""
+
+    @abstractmethod
+    def compile(self, source: str, *, param: str | None, what: str) -> Grammar:
+        """Return the grammar of what llguidance takes for one; `what` is its name in messages.
+
+        Raises:
+            InvalidRequestError: it is not one, or it is too complex.
+        """
 
     def json_schema(self, schema: Mapping[str, Any] | bool, *, param: str | None = None) -> Grammar:
         """Compile a JSON schema; `param` is the request's field to blame.
@@ -118,13 +139,85 @@ class GrammarCompiler:
         """
         from llguidance import LLMatcher
 
-        return self._compile(LLMatcher.grammar_from_lark(grammar), param=param, what=what)
+        return self.compile(LLMatcher.grammar_from_lark(grammar), param=param, what=what)
+
+
+class KnownGrammars(GrammarMaker):
+    """Grammars that need no compiling. Never waits."""
+
+    def __init__(self, find: Callable[[str], Grammar | None]) -> None:
+        self._find = find
+
+    def compile(self, source: str, *, param: str | None, what: str) -> Grammar:
+        known = self._find(source)
+        if known is None:
+            raise UnknownGrammarError(source, param, what)
+        return known
+
+
+class GrammarCompiler(GrammarMaker):
+    """Compiles constraints on the output of one model, and remembers the latest."""
+
+    def __init__(self, tokenizer_json: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        """Prepare to compile; the tokenizer is read, and a helper process started, when they are first needed."""
+        self._path = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(eos_token_ids)  # emptied if the tokenizer cannot be read
+        self._sandbox = GrammarSandbox(tokenizer_json, vocab_size, self._eos_ids)
+        self._lock = threading.Lock()
+        self._tokenizer: Any = None
+        self._known: OrderedDict[str, Grammar] = OrderedDict()  # by source; the least recently used first
+        self._thread = ThreadPoolExecutor(1, "ftserve-grammar", initializer=name_this_thread, initargs=("ft-grammar",))
+        self._num_waiting = 0
+        self.known = KnownGrammars(self._find)
+
+    def compile_soon(
+        self, unknown: UnknownGrammarError, is_wanted: Callable[[], bool], done: Callable[[FtserveError | None], None]
+    ) -> None:
+        """Compile on a thread of ours, which then calls `done`, with the reason if it did not work.
+
+        Raises:
+            OverloadedError: too many wait for it already.
+        """
+        with self._lock:
+            if self._num_waiting >= _MAX_WAITING:
+                raise OverloadedError("Too many grammars wait to be compiled.", retry_after_s=1)
+            self._num_waiting += 1
+
+        def run() -> None:
+            error: FtserveError | None = None
+            try:
+                if is_wanted():
+                    self.compile(unknown.source, param=unknown.param, what=unknown.what)
+            except FtserveError as exc:
+                error = exc
+            except Exception as exc:  # a bug that one grammar hit
+                log.exception("a grammar could not be compiled")
+                error = EngineRequestError("The grammar of this request could not be compiled.")
+                error.__cause__ = exc
+            with self._lock:
+                self._num_waiting -= 1
+            done(error)
+
+        try:
+            self._thread.submit(run)
+        except RuntimeError:  # closed
+            raise RequestCancelledError("The server is stopping.") from None
+
+    def warm_up(self) -> None:
+        """Have read, on our thread, what the first grammar would otherwise wait for."""
+        try:
+            self.known.json_object()
+        except UnknownGrammarError as unknown:
+            with suppress(FtserveError):
+                self.compile_soon(unknown, lambda: True, lambda _error: None)
 
     def close(self) -> None:
-        """End the helper process."""
+        """End our thread and the helper process; who waits for a grammar is told."""
         self._sandbox.close()
+        self._thread.shutdown()
 
-    def _compile(self, source: str, *, param: str | None, what: str) -> Grammar:
+    def compile(self, source: str, *, param: str | None, what: str) -> Grammar:
         known = self._find(source)
         if known is not None:
             return known

@@ -48,6 +48,7 @@ class Sandbox:
         self._wall_s = wall_s
         self._lock = threading.Lock()  # without it two threads would read each other's answers
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
 
     def ask(self, question: object) -> Any:
         """Return the module's answer.
@@ -58,7 +59,8 @@ class Sandbox:
         """
         line = json.dumps(question).encode() + b"\n"
         with self._lock:
-            for _ in range(2):  # it may have died since the last time, which is no question's fault
+            # It may have died since the last time, which is no question's fault.
+            for _ in range(0 if self._is_closed else 2):
                 try:
                     answers = json.loads(_ask(self._process or self._start(), line, self._wall_s))
                 except TimeoutError:
@@ -74,8 +76,9 @@ class Sandbox:
         raise EngineError("A helper process of this server cannot be started at the moment.")
 
     def close(self) -> None:
-        """End the helper process."""
+        """End the helper process; no other is started."""
         with self._lock:
+            self._is_closed = True
             self._stop()
 
     def _start(self) -> subprocess.Popen[bytes]:

@@ -95,7 +95,7 @@ def _prompt(
         max_tokens,
         reply_format,
         rich=_rich_options(dialect, text, plan, keeps_tokens=scores is not None),
-        grammar=plan.grammar(worker.model.grammars) if plan is not None else None,
+        make_grammar=plan.grammar if plan is not None else None,
         thought_end=dialect.thought_end(text),
     )
 

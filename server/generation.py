@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 from ftserve.engine.client import Engine
 from ftserve.engine.errors import (
     DeadlineExceededError,
+    FtserveError,
     InvalidRequestError,
     ModelNotFoundError,
     RequestCancelledError,
     RequestTooLongError,
 )
-from ftserve.engine.grammar import Grammar
-from ftserve.engine.types import GenerationRequest, MediaSpan, SamplingParams
+from ftserve.engine.grammar import Grammar, GrammarMaker, UnknownGrammarError
+from ftserve.engine.types import GenerationRequest, MediaSpan
 from ftserve.preprocess.chat import ChatTemplate
 from ftserve.preprocess.tokens import make_encoder
 from ftserve.preprocess.vocabulary import TokenKind
@@ -32,7 +33,7 @@ from ftserve.server.model import ServedModel
 from ftserve.server.problems import problem_of
 from ftserve.server.reply import Reply, ReplyFormat
 from ftserve.server.rich import RichOptions
-from ftserve.server.structured import compile_structure
+from ftserve.server.sampling import Constraints, constraints_of, sampling_params
 from ftserve.server.wire import ChatRequest, GenerationFields, TemplateFields, parse, text_of
 
 log = logging.getLogger("ftserve.server")
@@ -52,7 +53,7 @@ class Prepared:
     echoes: Sequence[str] = ()  # for each prompt, the text that its answers begin with
     media: tuple[MediaSpan, ...] = ()  # of the only prompt
     rich: RichOptions | None = None  # what the answers carry besides text
-    grammar: Grammar | None = None  # that comes from tools, not from the fields
+    make_grammar: Callable[[GrammarMaker], Grammar | None] | None = None  # what tools ask for; the fields may, too
     thought_end: str = ""  # a grammar holds for what follows it
 
 
@@ -64,15 +65,6 @@ class Job(NamedTuple):
 
     exchange: Exchange
     handle: Handle
-
-
-class Constraints(NamedTuple):
-    """What no choice of a request may say."""
-
-    allowed_token_ids: tuple[int, ...]  # empty: all
-    bad_words: tuple[tuple[int, ...], ...]
-    grammar: Grammar | None
-    grammar_after: tuple[int, ...]
 
 
 class GenerationWorker:
@@ -114,11 +106,35 @@ class GenerationWorker:
             self._check_in_time(exchange)
             prepared = job.handle(self, exchange)
             if prepared is not None:
-                self._submit(exchange, prepared)
+                self._go_on(exchange, prepared)
         except Exception as exc:  # noqa: BLE001 - `problem_of` logs what is not ours
             problem = problem_of(exc, exchange.request_id)
             self.recorder.count(str(problem.status))
             exchange.refuse(problem)
+
+    def _go_on(self, exchange: Exchange, prepared: Prepared) -> None:
+        """Submit, or leave the request to wait for its grammar, so that this thread waits for none."""
+        try:
+            constraints = constraints_of(
+                self.model,
+                prepared.fields,
+                self._encode,
+                make_grammar=prepared.make_grammar,
+                thought_end=prepared.thought_end,
+            )
+        except UnknownGrammarError as unknown:
+
+            def done(error: FtserveError | None) -> None:
+                def again(_worker: GenerationWorker, _exchange: Exchange) -> Prepared:
+                    if error is not None:
+                        raise error
+                    return prepared
+
+                self.resume(Job(exchange, again))
+
+            self.model.grammars.compile_soon(unknown, lambda: not exchange.is_cancelled, done)
+        else:
+            self._submit(exchange, prepared, constraints)
 
     def warm_up(self) -> None:
         """Do once what the first request would otherwise wait for."""
@@ -202,12 +218,11 @@ class GenerationWorker:
         if time.monotonic() >= exchange.times.arrival + self._timeout_s:
             raise DeadlineExceededError("The request waited longer than its deadline allows.")
 
-    def _submit(self, exchange: Exchange, prepared: Prepared) -> None:
+    def _submit(self, exchange: Exchange, prepared: Prepared, constraints: Constraints) -> None:
         fields, times = prepared.fields, exchange.times
         n = fields.n or 1
         if len(prepared.prompts) * n > MAX_TOTAL_CHOICES:
             raise InvalidRequestError(f"More than {MAX_TOTAL_CHOICES} choices in one request.", param="n")
-        constraints = self._constraints(fields, prepared)
         vocabulary, rich = self.model.vocabulary, prepared.rich
         if fields.skip_special_tokens is False:
             vocabulary = self.model.verbatim.get()
@@ -234,7 +249,7 @@ class GenerationWorker:
                 request_id=exchange.request_id,
                 index=k * n + choice,
                 prompt_ids=prompt,
-                sampling=self._sampling(fields, prepared.max_tokens, len(prompt), choice, constraints),
+                sampling=sampling_params(self.model, fields, prepared.max_tokens, len(prompt), choice, constraints),
                 media=prepared.media,
                 lane=self._lane,
                 route=reply,
@@ -254,83 +269,3 @@ class GenerationWorker:
         if not exchange.submit(self._engine, requests):
             reply.release()
             raise RequestCancelledError("The client has gone.")
-
-    def _constraints(self, fields: GenerationFields, prepared: Prepared) -> Constraints:
-        """Return what all choices of a request are held to."""
-        allowed = tuple(fields.allowed_token_ids or ())
-        if allowed and max(allowed) >= self.model.checkpoint.vocab_size:
-            raise InvalidRequestError("A token id is outside the model's vocabulary.", param="allowed_token_ids")
-        grammar = compile_structure(fields.response_format, fields.structured_outputs, self.model.grammars)
-        if prepared.grammar is not None:
-            if grammar is not None:
-                raise InvalidRequestError(
-                    "A forced tool call leaves no room for another structure.", param="tool_choice"
-                )
-            grammar = prepared.grammar
-        return Constraints(
-            allowed,
-            self._spellings(fields.bad_words) if fields.bad_words else (),
-            grammar,
-            tuple(self._encode(prepared.thought_end, False)) if grammar is not None and prepared.thought_end else (),
-        )
-
-    def _spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word, at the start of a text and behind a space."""
-        spellings = []
-        for word in words:
-            bare = word.lstrip()
-            if bare:
-                spellings += [tuple(self._encode(bare, False)), tuple(self._encode(f" {bare}", False))]
-        return tuple(dict.fromkeys(filter(None, spellings)))
-
-    def _logit_bias(self, bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
-        if not bias:
-            return ()
-        pairs = tuple((int(token_id), value) for token_id, value in bias.items())
-        if max(token_id for token_id, _ in pairs) >= self.model.checkpoint.vocab_size:
-            raise InvalidRequestError("A token id is outside the model's vocabulary.", param="logit_bias")
-        return pairs
-
-    def _sampling(
-        self,
-        fields: GenerationFields,
-        max_tokens: int | None,
-        prompt_tokens: int,
-        choice: int,
-        constraints: Constraints,
-    ) -> SamplingParams:
-        defaults = self.model.checkpoint.generation_defaults
-        room = self.model.max_model_len - prompt_tokens
-        if room < 1 or (max_tokens is not None and max_tokens > room):
-            wanted = "" if max_tokens is None else f" and {max_tokens} more were asked for"
-            raise RequestTooLongError(
-                f"The model holds {self.model.max_model_len} tokens; the prompt has {prompt_tokens}{wanted}.",
-                param="max_tokens" if room >= 1 else "messages" if isinstance(fields, ChatRequest) else "prompt",
-            )
-
-        def given(value: float | None, name: str, default: float) -> float:
-            return value if value is not None else defaults.get(name, default)
-
-        return SamplingParams(
-            max_tokens=room if max_tokens is None else max_tokens,
-            min_tokens=fields.min_tokens or 0,
-            temperature=given(fields.temperature, "temperature", 1.0),
-            top_p=given(fields.top_p, "top_p", 1.0),
-            top_k=max(0, int(given(fields.top_k, "top_k", 0))),
-            min_p=given(fields.min_p, "min_p", 0.0),
-            repetition_penalty=given(fields.repetition_penalty, "repetition_penalty", 1.0),
-            presence_penalty=fields.presence_penalty or 0.0,
-            frequency_penalty=fields.frequency_penalty or 0.0,
-            logit_bias=self._logit_bias(fields.logit_bias),
-            seed=None if fields.seed is None else fields.seed + choice,
-            stop=fields.stop_strings(),
-            include_stop=bool(fields.include_stop_str_in_output),
-            stop_token_ids=frozenset(fields.stop_token_ids or ()),
-            ignore_eos=bool(fields.ignore_eos),
-            allowed_token_ids=constraints.allowed_token_ids,
-            bad_words=constraints.bad_words,
-            grammar=constraints.grammar,
-            grammar_after=constraints.grammar_after,
-            num_logprobs=fields.num_logprobs(),
-            num_prompt_logprobs=fields.num_prompt_logprobs(choice),
-        )

@@ -123,6 +123,8 @@ class Service:
         start_log.info("%s", self._start_line())
         log.info("%s", self._sampling_line())
         log.info("%s", self._curl_line())
+        if self._engine_config.kind == "torch":  # the others follow no grammar
+            self.model.grammars.warm_up()
 
     def run(self, stop: threading.Event) -> bool:
         """Do the main thread's upkeep until `stop` is set, or the engine fails and that is to be the end.

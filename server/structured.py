@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ftserve.engine.errors import InvalidRequestError
-from ftserve.engine.grammar import Grammar, GrammarCompiler, schema_source
+from ftserve.engine.grammar import Grammar, GrammarMaker, schema_source
 
 _MAX_GBNF_CHARS = 2**16  # its translation to Lark's language is Python's work
 
@@ -68,7 +68,7 @@ class StructuredOutputs(BaseModel):
 
 
 def compile_structure(
-    response_format: ResponseFormat | None, structured: StructuredOutputs | None, grammars: GrammarCompiler
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None, grammars: GrammarMaker
 ) -> Grammar | None:
     """Return the grammar that a request asks for, if it asks for any.
 
@@ -85,7 +85,7 @@ def compile_structure(
     return _compile_format(response_format, grammars) if wants_format and response_format is not None else None
 
 
-def _compile_format(wanted: ResponseFormat, grammars: GrammarCompiler) -> Grammar:
+def _compile_format(wanted: ResponseFormat, grammars: GrammarMaker) -> Grammar:
     if wanted.type == "json_object":
         return grammars.json_object()
     if wanted.type == "json_schema":
@@ -101,7 +101,7 @@ def _compile_format(wanted: ResponseFormat, grammars: GrammarCompiler) -> Gramma
     return _compile_tags(tags, grammars, param="response_format")
 
 
-def _compile_structured(wanted: StructuredOutputs, grammars: GrammarCompiler) -> Grammar:
+def _compile_structured(wanted: StructuredOutputs, grammars: GrammarMaker) -> Grammar:
     given = [
         name
         for name in ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -158,7 +158,7 @@ def _to_lark(grammar: str, param: str) -> str:
         raise InvalidRequestError("This grammar cannot be used: it is not valid GBNF.", param=param) from None
 
 
-def _compile_tags(tags: StructuralTags, grammars: GrammarCompiler, *, param: str) -> Grammar:
+def _compile_tags(tags: StructuralTags, grammars: GrammarMaker, *, param: str) -> Grammar:
     """Compile free text with tags: text runs up to a trigger, which one of the tags has to go on from."""
     rules = [f"start: ({' | '.join(f'tag{k}' for k in range(len(tags.structures)))})* TEXT", r"TEXT: /(.|\n)*/"]
     for k, tag in enumerate(tags.structures):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from ftserve.engine.errors import InvalidRequestError
-from ftserve.engine.grammar import Grammar, GrammarCompiler
+from ftserve.engine.grammar import Grammar, GrammarMaker
 
 MAX_TOOLS = 1024
 
@@ -85,7 +85,7 @@ class CallPlan:
             max_calls=None if is_parallel else 1,
         )
 
-    def grammar(self, grammars: GrammarCompiler) -> Grammar | None:
+    def grammar(self, grammars: GrammarMaker) -> Grammar | None:
         """Return what enforces the call; None if it is free.
 
         Raises:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from ftserve.engine.checkpoint import Checkpoint, resolve
-from ftserve.engine.errors import InvalidRequestError
-from ftserve.engine.grammar import Grammar, GrammarCompiler, schema_source
+from ftserve.engine.errors import EngineError, InvalidRequestError, OverloadedError, RequestCancelledError
+from ftserve.engine.grammar import Grammar, GrammarCompiler, UnknownGrammarError, schema_source
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +165,7 @@ def test_the_helper_process_is_replaced(compiler: GrammarCompiler) -> None:
     compiler.regex("before")
     process = compiler._sandbox._sandbox._process
     assert process is not None
-    process.kill()
+    os.killpg(process.pid, signal.SIGKILL)  # with the fork that waits for the next question
     process.wait()
     assert compiler.regex("during")
     assert compiler._sandbox._sandbox._process is not process
@@ -181,3 +184,56 @@ def test_a_tokenizer_that_cannot_be_read_is_no_failure_of_ours(tmp_path: Path) -
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="no tokenizer"):
             compiler.json_object()
+
+
+def make_compiler() -> GrammarCompiler:
+    checkpoint = Checkpoint.read(resolve("smollm2-135m-instruct"))
+    return GrammarCompiler(checkpoint.tokenizer_json, vocab_size=49152, eos_token_ids=checkpoint.eos_token_ids)
+
+
+def unknown_regex(compiler: GrammarCompiler, pattern: str) -> UnknownGrammarError:
+    with pytest.raises(UnknownGrammarError) as caught:
+        compiler.known.regex(pattern, param="p")
+    return caught.value
+
+
+def test_who_must_not_wait_has_it_compiled(compiler: GrammarCompiler) -> None:
+    told: SimpleQueue[Exception | None] = SimpleQueue()
+    compiler.compile_soon(unknown_regex(compiler, "soon"), lambda: True, told.put)
+    assert told.get(timeout=60) is None
+    assert compiler.known.regex("soon") is compiler.regex("soon")
+    compiler.compile_soon(unknown_regex(compiler, "(soon"), lambda: True, told.put)
+    error = told.get(timeout=60)
+    assert isinstance(error, InvalidRequestError)
+    assert error.param == "p"
+    compiler.compile_soon(unknown_regex(compiler, "unwanted"), lambda: False, told.put)
+    assert told.get(timeout=60) is None
+    unknown_regex(compiler, "unwanted")
+
+
+def test_too_many_that_wait_are_refused_and_all_others_told() -> None:
+    compiler, begun, go_on = make_compiler(), threading.Event(), threading.Event()
+    told: SimpleQueue[Exception | None] = SimpleQueue()
+
+    def wait() -> bool:
+        begun.set()
+        return not go_on.wait(60)
+
+    unknown = unknown_regex(compiler, "x")
+    compiler.compile_soon(unknown, wait, told.put)
+    assert begun.wait(60)
+    for _ in range(63):
+        compiler.compile_soon(unknown, lambda: True, told.put)
+    with pytest.raises(OverloadedError):
+        compiler.compile_soon(unknown, lambda: True, told.put)
+    closing = threading.Thread(target=compiler.close)
+    closing.start()
+    while not compiler._sandbox._sandbox._is_closed:
+        closing.join(0.01)
+    go_on.set()
+    closing.join(60)
+    reasons = [told.get(timeout=60) for _ in range(64)]
+    assert reasons[0] is None
+    assert all(isinstance(reason, EngineError) for reason in reasons[1:])
+    with pytest.raises(RequestCancelledError):
+        compiler.compile_soon(unknown, lambda: True, told.put)

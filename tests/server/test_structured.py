@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -108,3 +108,22 @@ def test_hostile_structures_leave_the_server_unharmed(null_server: RunningServer
         assert null_server.http.get("/health").status_code == 200
         threads[-1].join(0.05)
     assert statuses == {k: status for k, (_, status) in enumerate(hostile)}
+
+
+def test_text_does_not_wait_for_grammars(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server("--preprocess-threads", "1")
+    ended: list[str] = []
+
+    def ask(name: str, **fields: Any) -> None:
+        server.http.post("/v1/completions", json=completion_body(**fields), timeout=60)
+        ended.append(name)
+
+    ask("first", structured_outputs={"regex": "a"})  # loads what grammars need
+    slow = {"json": {"type": "integer", "multipleOf": 1_000_007}}  # refused when its half second is used up
+    thread = threading.Thread(target=ask, args=("slow",), kwargs={"structured_outputs": slow})
+    thread.start()
+    while server.metric("http_requests_inside") < 1 and thread.is_alive():
+        pass
+    ask("text")
+    thread.join()
+    assert ended == ["first", "text", "slow"]
