@@ -82,6 +82,7 @@ def bench(session: nox.Session) -> None:
     for module, *options in (
         ("bench_frontend",),
         ("bench_engine", "--quick"),
+        ("bench_media", "--quick"),
         ("bench_alternatives", "--serve-packages", packages),
     ):
         session.run(python, "-m", f"benchmarks.{module}", *options, env={"PYTHON_GIL": "0"})

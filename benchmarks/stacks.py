@@ -20,6 +20,7 @@ _PLUMBING = re.compile(  # how CPython gets from one Python function to the next
     r"|method_vectorcall|_PyFunction_Vectorcall|_PyObject_Call\w*|PyObject_Call\w*|pythread_wrapper|thread_run"
     r"|start_thread|clone3|_PyObject_MakeTpCall|type_call|slot_tp_\w+|cfunction_vectorcall\w*|\[unknown\])$"
 )
+_MAX_REPEATS = 3  # of a frame in one stack: where unwinding goes in a circle it does so a hundred times
 CATEGORIES: dict[str, re.Pattern[str]] = {  # the first that matches a frame, looked for from the innermost out
     "stop the world": re.compile(r"stop_the_world|tstate_wait_attach|_PyThreadState_Suspend|gc_collect"),
     "locks and parking": re.compile(
@@ -105,7 +106,7 @@ def _category(frames: list[tuple[str, str]]) -> str:
 
 
 def _readable(frames: list[tuple[str, str]], native: bool) -> Iterator[str]:
-    last = ""
+    last, seen = "", Counter[str]()
     for position, (symbol, place) in reversed([*enumerate(frames)]):
         python = _PYTHON.match(symbol)
         if python is not None:
@@ -116,7 +117,8 @@ def _readable(frames: list[tuple[str, str]], native: bool) -> Iterator[str]:
                 name = place.rpartition("/")[2].partition(".")[0]
         else:
             name = symbol
-        if name and name != last:
+        seen[name] += 1
+        if name and name != last and seen[name] <= _MAX_REPEATS:
             last = name
             yield name.replace(";", ",")
 

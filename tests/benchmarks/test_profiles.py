@@ -41,6 +41,11 @@ def test_stacks_are_folded_by_role_without_the_interpreters_plumbing() -> None:
     ]
 
 
+def test_a_stack_that_goes_in_a_circle_is_cut() -> None:
+    frames = "".join(f"\t{k:16x} {name} (/opt/bin/python)\n" for k, name in enumerate(["b", "a"] * 50))
+    assert Profile.read(f"ft-engine 1\n{frames}\n".splitlines(keepends=True)).folded() == "engine;a;b;a;b;a;b 1\n"
+
+
 def test_each_sample_falls_into_the_category_of_its_innermost_native_frame() -> None:
     profile = Profile.read(SCRIPT.splitlines(keepends=True))
     assert profile.categories == {"output": {"reference counts": 1, OTHER: 1}, "http": {"network": 1}}
