@@ -17,6 +17,7 @@ from ftserve.server.tools import CallPlan
 
 NONE = "none"  # the name that turns a parser off
 _HARMONY = "harmony"
+_PROMPT_END_CHARS = 256  # hold a marker and the white space behind it
 _HARMONY_FINAL = "<|channel|>final<|message|>"
 
 
@@ -28,6 +29,7 @@ class Dialect:
     thought_parser: str
     tools: ToolFormat
     thoughts: ThoughtFormat | None
+    may_think: bool  # unasked: a thought may come even where the prompt does not open it
     traits: ChatTraits
     vocabulary: Vocabulary  # in which the formats' markers are text, special tokens or not
 
@@ -42,7 +44,8 @@ class Dialect:
         if tool_parser == "auto":
             tool_parser = registry.detect(source, registry.TOOL_PARSERS) or registry.DEFAULT_TOOL_PARSER
         tool_parser = registry.TOOL_PARSER_ALIASES.get(tool_parser, tool_parser)
-        if thought_parser == "auto":
+        is_chosen = thought_parser != "auto"
+        if not is_chosen:
             thought_parser = registry.detect(source, registry.THOUGHT_PARSERS) or NONE
         thought_parser = registry.THOUGHT_PARSER_ALIASES.get(thought_parser, thought_parser)
         if tool_parser == _HARMONY:
@@ -54,6 +57,7 @@ class Dialect:
             thought_parser,
             tools,
             thoughts,
+            thoughts is not None and (is_chosen or thoughts.start in source),
             ChatTraits.of(source, checkpoint.special_tokens) if source else ChatTraits(),
             vocabulary.showing(markers),
         )
@@ -75,19 +79,19 @@ class Dialect:
         thoughts = self.thoughts
         if thoughts is None:
             return calls
-        is_open = thoughts.is_always_open or self._is_in_thought(prompt)
+        end = prompt[-_PROMPT_END_CHARS:].rstrip()
+        is_open = end.endswith(thoughts.start) or (thoughts.is_always_open and not end.endswith(thoughts.end))
         return lambda: ThinkParser(thoughts.start, thoughts.end, is_open=is_open, then=calls and calls())
 
     def thought_end(self, prompt: str) -> str:
         """Return the text after which a grammar begins; empty if the answer begins at once."""
         if self.is_harmony:
             return _HARMONY_FINAL
-        if self.thoughts is None or prompt.rstrip().endswith(self.thoughts.end):
+        if self.thoughts is None:
             return ""
-        return self.thoughts.end
-
-    def _is_in_thought(self, prompt: str) -> bool:
-        return self.thoughts is not None and prompt.rstrip().endswith(self.thoughts.start)
+        end = prompt[-_PROMPT_END_CHARS:].rstrip()
+        is_over = end.endswith(self.thoughts.end)
+        return self.thoughts.end if not is_over and (self.may_think or end.endswith(self.thoughts.start)) else ""
 
 
 def describe(dialect: Dialect) -> str:

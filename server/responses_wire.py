@@ -22,6 +22,12 @@ _UNSUPPORTED = (
     "top_logprobs",
     "truncation",
 )
+_NAMES = {  # of the fields of chat requests
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "summary_text": "text"}
 
 
@@ -107,7 +113,18 @@ class ResponsesRequest(BaseModel):
         }
         if self.stream:
             fields["stream_options"] = {"include_usage": True}
-        return validate(ChatRequest, {name: value for name, value in fields.items() if value is not None}), chat
+        try:
+            request = validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
+        except InvalidRequestError as exc:
+            raise _renamed(exc) from None
+        return request, chat
+
+
+def _renamed(error: InvalidRequestError) -> InvalidRequestError:
+    """Return an error of a chat request under the name that the field has here."""
+    name, dot, rest = (error.param or "").partition(".")
+    param = _NAMES.get(name, name) + dot + rest
+    return InvalidRequestError(error.message.replace(f"'{error.param}'", f"'{param}'"), param=param, code=error.code)
 
 
 def messages_of(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

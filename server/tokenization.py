@@ -8,6 +8,7 @@ import time
 from ftserve.engine.errors import InvalidRequestError
 from ftserve.server.exchange import Exchange
 from ftserve.server.generation import GenerationWorker
+from ftserve.server.messages import for_template
 from ftserve.server.problems import JSON_HEADERS
 from ftserve.server.wire import DetokenizeRequest, TokenizeRequest, parse, text_of
 
@@ -20,7 +21,7 @@ def answer_tokenize(worker: GenerationWorker, exchange: Exchange) -> None:
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequestError("Give either 'prompt' or 'messages'.", param="prompt")
     if fields.messages is not None:
-        text = worker.render(text_of(fields.messages), fields)
+        text = worker.render(for_template(text_of(fields.messages), worker.model.dialect.traits), fields)
         ids = worker.tokenize(text, add_special_tokens=bool(fields.add_special_tokens))
     else:
         ids = worker.tokenize(fields.prompt or "", add_special_tokens=fields.add_special_tokens is not False)

@@ -10,11 +10,15 @@ from ftserve.server.rich import Kind, Piece
 
 # ruff: noqa: RUF001 - DeepSeek's markers are written with full-width bars
 
-_MISTRAL_NAME = regex.compile(r"\s*+([^\s{}\[\]]++)\s*+(?:\[CALL_ID\][^\[{]*+)?(?:\[ARGS\])?\s*+(?=\{)")
-_DEEPSEEK_NAME = regex.compile(
-    r"\s*+(?:function<｜tool▁sep｜>([^\n<]++)\n```json\s*+(?=\{)|(?!function<)([^\n<]++)<｜tool▁sep｜>\s*+(?=\{))"
+_S = r"\s{0,99}+"
+_MISTRAL_NAME = regex.compile(
+    rf"{_S}([^\s{{}}\[\]]{{1,256}}+){_S}(?:\[CALL_ID\][^\[{{]{{0,64}}+)?(?:\[ARGS\])?{_S}(?=\{{)"
 )
-_DEEPSEEK_END = regex.compile(r"\s*+(?:```\s*+)?<｜tool▁call▁end｜>")
+_DEEPSEEK_NAME = regex.compile(
+    rf"{_S}(?:function<｜tool▁sep｜>([^\n<]{{1,256}}+)\n```json{_S}(?=\{{)"
+    rf"|(?!function<)([^\n<]{{1,256}}+)<｜tool▁sep｜>{_S}(?=\{{))"
+)
+_DEEPSEEK_END = regex.compile(rf"{_S}(?:```{_S})?<｜tool▁call▁end｜>")
 
 
 class NamedArguments:

@@ -15,13 +15,15 @@ from ftserve.server.rich import Kind, Piece
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')
 
-_STRING = r'"(?:[^"\\]|\\.)*+"'
+_S = r"\s{0,99}+"
+_STRING = r'"(?:[^"\\]|\\.){0,256}+"'
+_LABEL = rf'"(?:type|id)"{_S}:{_S}{_STRING}{_S}'
 _HEAD = regex.compile(
-    rf'\s*+\{{\s*+(?:"(?:type|id)"\s*+:\s*+{_STRING}\s*+,\s*+)*+"name"\s*+:\s*+({_STRING})\s*+'
-    rf'(?:,\s*+"(?:type|id)"\s*+:\s*+{_STRING}\s*+)*+,\s*+"(?:arguments|parameters)"\s*+:'
+    rf'{_S}\{{{_S}(?:{_LABEL},{_S})*+"name"{_S}:{_S}({_STRING}){_S}(?:,{_S}{_LABEL})*+'
+    rf',{_S}"(?:arguments|parameters)"{_S}:'
 )
 # Whether it can still be a call, whatever the order of its keys.
-_FIRST_KEY = regex.compile(r'\s*+\{\s*+"(?:name|arguments|parameters|type|id|function)"\s*+:')
+_FIRST_KEY = regex.compile(rf'{_S}\{{{_S}"(?:name|arguments|parameters|type|id|function)"{_S}:')
 
 
 class JsonEnd:

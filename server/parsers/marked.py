@@ -1,4 +1,7 @@
-"""Tool calls between markers, in the middle of text: what the formats of most models have in common."""
+"""Tool calls between markers, in the middle of text: what the formats of most models have in common.
+
+Patterns that match the beginning of a call are bounded in length, since they look at it again as it grows.
+"""
 
 from __future__ import annotations
 

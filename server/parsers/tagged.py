@@ -36,17 +36,17 @@ class TagFormat:
 
 
 QWEN_CODER = TagFormat(
-    name=regex.compile(r"\s*+(?:<function=)?([^<>\s]++)>"),
-    key=regex.compile(r"\s*+<parameter=([^<>]++)>"),
+    name=regex.compile(r"\s{0,99}+(?:<function=)?([^<>\s]{1,256}+)>"),
+    key=regex.compile(r"\s{0,99}+<parameter=([^<>]{1,256}+)>"),
     value_ends=("</parameter>", "<parameter=", "</function>", "</tool_call>"),
-    end=regex.compile(r"\s*+</(?:function|tool_call)>"),
+    end=regex.compile(r"\s{0,99}+</(?:function|tool_call)>"),
     strips_newline=True,
 )
 GLM = TagFormat(
-    name=regex.compile(r"\s*+([^<>\s{]++)(?=\s*+<)"),
-    key=regex.compile(r"\s*+<arg_key>([^<]*+)</arg_key>\s*+<arg_value>"),
+    name=regex.compile(r"\s{0,99}+([^<>\s{]{1,256}+)(?=\s{0,99}+<)"),
+    key=regex.compile(r"\s{0,99}+<arg_key>([^<]{0,256}+)</arg_key>\s{0,99}+<arg_value>"),
     value_ends=("</arg_value>", "<arg_key>", "</tool_call>"),
-    end=regex.compile(r"\s*+</tool_call>"),
+    end=regex.compile(r"\s{0,99}+</tool_call>"),
     strips_newline=False,
 )
 

@@ -148,7 +148,8 @@ def test_an_output_that_is_cut_is_incomplete(client: OpenAI) -> None:
         ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input.0.content.0.type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(client: OpenAI, fields: dict[str, Any], param: str) -> None:
