@@ -212,6 +212,20 @@ class GrammarCompiler(GrammarMaker):
             with suppress(FtserveError):
                 self.compile_soon(unknown, lambda: True, lambda _error: None)
 
+    def compile_again(self, source: str) -> Grammar:
+        """Compile the `source` of a `Grammar` that this class has made, maybe in another process.
+
+        Raises:
+            InvalidRequestError: it is not one.
+        """
+        known = self._find(source)
+        if known is not None:
+            return known
+        matcher = compile_matcher(self._load_tokenizer(), source)
+        if matcher.is_error():
+            raise InvalidRequestError("This grammar cannot be compiled again.")
+        return self._remember(Grammar(source, self._vocab_size, matcher))
+
     def close(self) -> None:
         """End our thread and the helper process; who waits for a grammar is told."""
         self._sandbox.close()

@@ -40,7 +40,7 @@ from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent
 log = logging.getLogger("ftserve.engine")
 
 MAX_LAG_BATCHES = 64  # steps that an output thread may be behind before the engine waits for it
-_LAG_PAUSE_S = 0.0002
+LAG_PAUSE_S = 0.0002
 _EXPIRY_INTERVAL_S = 0.05  # how often the deadlines of live requests are looked at
 
 
@@ -247,7 +247,7 @@ class EngineLoop:
     def _deliver(self, sink: EventSink, batch: list[TokenEvent]) -> None:
         sink.put(batch)
         while sink.lag() > MAX_LAG_BATCHES:  # an engine faster than its readers would fill the memory
-            time.sleep(_LAG_PAUSE_S)
+            time.sleep(LAG_PAUSE_S)
 
     def _end_all(self, error: FtserveError) -> None:
         """End every live request with `error`."""

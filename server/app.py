@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-
-from prometheus_client import CollectorRegistry, generate_latest
 
 import ftserve
 from ftserve.engine.client import Engine
@@ -22,6 +20,7 @@ from ftserve.server.exchange import Exchange
 from ftserve.server.generation import Handle, Job
 from ftserve.server.media import LARGE_BODY_BYTES, MediaFront
 from ftserve.server.model import ServedModel
+from ftserve.server.overview import Overview
 from ftserve.server.problems import DRAINING, JSON_HEADERS, LOADING, HttpError, Problem, problem_of
 from ftserve.server.responses import Responses
 from ftserve.server.tokenization import answer_detokenize, answer_tokenize
@@ -53,7 +52,7 @@ class App:
         pool: PreprocessPool[Job],
         admission: Admission,
         uploads: Uploads,
-        registry: CollectorRegistry,
+        overview: Overview,
         *,
         media: MediaFront | None,
         responses: Responses,
@@ -69,7 +68,7 @@ class App:
         self._pool = pool
         self._admission = admission
         self._uploads = uploads
-        self._registry = registry
+        self._overview = overview
         self._media = media
         self._responses = responses
         self._posts = _POSTS | {"/v1/responses": responses.prepare}
@@ -187,22 +186,13 @@ class App:
             _json(exchange, {"status": "ready"})
 
     def _metrics(self, exchange: Exchange) -> None:
-        exchange.respond(200, METRICS_HEADERS, generate_latest(self._registry).decode())
+        self._overview.metrics(lambda text: exchange.respond(200, METRICS_HEADERS, text))
 
     def _ping(self, exchange: Exchange) -> None:
         _json(exchange, {})
 
     def _load(self, exchange: Exchange) -> None:
-        stats = self._engine.stats()
-        _json(
-            exchange,
-            {
-                "server_load": self._admission.num_inside(),
-                "num_requests_running": stats.num_running,
-                "num_requests_waiting": stats.num_waiting,
-                "preprocess_queue_depth": self._pool.depth(),
-            },
-        )
+        self._overview.load(lambda load: _json(exchange, load))
 
     def _version(self, exchange: Exchange) -> None:
         _json(exchange, {"version": ftserve.__version__})
@@ -225,5 +215,5 @@ def _truncated(exchange: Exchange) -> None:
     exchange.refuse(Problem(400, "invalid_request_error", "The body ended before it was whole.", code="truncated_body"))
 
 
-def _json(exchange: Exchange, content: dict[str, object]) -> None:
+def _json(exchange: Exchange, content: Mapping[str, object]) -> None:
     exchange.respond(200, JSON_HEADERS, json.dumps(content))

@@ -17,7 +17,7 @@ from ftserve.server.cli_engine import add_engine_options, engine_config
 from ftserve.server.cli_media import add_media_options, media_config
 from ftserve.server.cli_model import add_model_options
 from ftserve.server.cli_sources import add_config_option, defaults_from
-from ftserve.server.config import DEFAULT_MODEL, ServerConfig, ThreadPlan, Tls, default_threads
+from ftserve.server.config import DEFAULT_MODEL, ServerConfig, ThreadPlan, Tls, default_front_ends, default_threads
 
 N = TypeVar("N", int, float)
 
@@ -37,6 +37,10 @@ def run(arguments: Sequence[str]) -> NoReturn:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from ftserve.server.service import Service, check_environment
 
+    if config.front_ends:
+        from ftserve.server.processes import Supervisor
+
+        _exit(Supervisor(config).run())
     stop, abort = threading.Event(), threading.Event()
 
     def on_signal(_number: int, _frame: object) -> None:
@@ -50,13 +54,23 @@ def run(arguments: Sequence[str]) -> NoReturn:
         check_environment()
         service = Service(config)
         service.start(stop)
+        if not stop.is_set():
+            announce(service.start_lines())
         is_well = service.run(stop)
     except (FtserveError, ValueError, OSError, RuntimeError) as exc:
         cause = f" {exc.__cause__}" if isinstance(exc, EngineDeadError) else ""
         sys.stderr.write(f"ftserve: {exc}{cause}\n")
         _exit(1)
-    service.stop(abort)
+    service.drain(abort)
+    service.stop()
     _exit(0 if is_well else 1)
+
+
+def announce(lines: Sequence[str]) -> None:
+    """Log that the server serves: the first line at every level."""
+    logging.getLogger("ftserve.start").info("%s", lines[0])
+    for line in lines[1:]:
+        logging.getLogger("ftserve").info("%s", line)
 
 
 def _exit(code: int) -> NoReturn:
@@ -76,8 +90,12 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         parser.error("--ssl-certfile and --ssl-keyfile go together")
     if options.max_body_mb > options.body_memory_gb * 1024:
         parser.error(f"--max-body-mb {options.max_body_mb:g} is more than --body-memory-gb {options.body_memory_gb:g}")
+    front_ends = default_front_ends(options.threads) if options.front_ends is None else options.front_ends
     threads = ThreadPlan.split(
-        options.threads, http=options.http_threads, preprocess=options.preprocess_threads, output=options.output_threads
+        options.threads // max(1, front_ends),
+        http=options.http_threads,
+        preprocess=options.preprocess_threads,
+        output=options.output_threads,
     )
     return ServerConfig(
         model=options.model,
@@ -87,6 +105,7 @@ def parse_arguments(arguments: Sequence[str]) -> ServerConfig:
         generation_config=options.generation_config,
         host=options.host,
         port=options.port,
+        front_ends=front_ends,
         threads=threads,
         uds=options.uds,
         tls=Tls(options.ssl_certfile, options.ssl_keyfile) if options.ssl_certfile else None,
@@ -190,6 +209,13 @@ def _parser() -> argparse.ArgumentParser:
         default=os.environ.get("WEB_CONCURRENCY") or default_threads(),
         help="HTTP, preprocessing and output threads together",
     )
+    threads.add_argument(
+        "--front-ends",
+        type=_number(int, 0, 256),
+        default=None,
+        help="processes that share these threads, beside one of the engine; 0: threads alone; if not given, "
+        "0 on builds without a GIL and half of --threads on others",
+    )
     for role in ("http", "preprocess", "output"):
         threads.add_argument(f"--{role}-threads", type=_count, default=None, help=f"{role} threads, if not split")
     limits = parser.add_argument_group("limits")
@@ -264,7 +290,8 @@ def _parser() -> argparse.ArgumentParser:
         "--on-engine-failure",
         choices=("report", "exit"),
         default=defaults["on_engine_failure"],
-        help="what follows when the engine dies or is stuck: /health says so, or the server also ends with code 1",
+        help="what follows when the engine dies or is stuck: /health says so, and another one takes over if it is a "
+        "process; or the server also ends with code 1",
     )
     add_media_options(parser, _amount, _amount_or_none)
     add_engine_options(parser, count=_count, amount=_amount, amount_or_none=_amount_or_none, share=_share)

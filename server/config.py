@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+import sysconfig
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ftserve.engine.config import EngineConfig
@@ -105,7 +106,8 @@ class ServerConfig:
     tls: Tls | None = None
     root_path: str = ""  # what a proxy puts before our paths and does not take away
     allowed_origins: tuple[str, ...] = ()  # of web pages that may call; "*": all
-    threads: ThreadPlan = field(default_factory=lambda: ThreadPlan.split(default_threads()))
+    front_ends: int = 0  # processes beside one of the engine; 0: all is threads of one process
+    threads: ThreadPlan = field(default_factory=lambda: ThreadPlan.split(default_threads()))  # of one front end
     api_keys: tuple[str, ...] = ()  # any of them opens the server; none: it is open
     http_scheduler: str = "direct"  # direct | asyncio
     max_concurrent_requests: int = 1024  # HTTP requests between their head and the end of their answer
@@ -121,12 +123,38 @@ class ServerConfig:
     request_timeout_s: float = 600.0
     shutdown_timeout_s: float = 10.0
     step_timeout_s: float = 300.0  # a step of the engine that takes longer is taken for stuck
-    on_engine_failure: str = "report"  # report: in /health; exit: with code 1, so that a supervisor starts anew
+    # report: in /health, and start another engine if it is a process; exit: with code 1, for a supervisor of ours
+    on_engine_failure: str = "report"
     stall_timeout_s: float = 30.0  # a client that takes no byte for so long is cut off
     log_level: str = "info"
     log_requests: bool = True  # one line a finished request, at level info
     media: MediaConfig = field(default_factory=MediaConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def of_front_end(self) -> ServerConfig:
+        """Return the configuration of each front end: what all hold together is divided evenly."""
+        count = self.front_ends
+        return replace(
+            self,
+            on_engine_failure="report",  # what else is to be done is the supervisor's
+            max_concurrent_requests=-(-self.max_concurrent_requests // count),
+            body_memory_gb=self.body_memory_gb / count,
+            media=replace(
+                self.media,
+                cache_gb=self.media.cache_gb / count,
+                decoding_megapixels=self.media.decoding_megapixels / count,
+                waiting_megapixels=self.media.waiting_megapixels / count,
+            ),
+        )
+
+
+def default_front_ends(threads: int) -> int:
+    """Return the default of `--front-ends`: half of `--threads` on builds with a GIL, and 0, threads alone, on others.
+
+    Half, since one that holds the GIL all the time, and granian's threads beside it, fill more than a CPU and less than
+    two; images are decoded without the GIL.
+    """
+    return 0 if sysconfig.get_config_var("Py_GIL_DISABLED") else max(1, threads // 2)
 
 
 def default_threads() -> int:

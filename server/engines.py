@@ -5,22 +5,30 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 from ftserve.engine.client import Engine, EngineClient
 from ftserve.engine.config import EngineConfig
+from ftserve.engine.loop import EventSink
 from ftserve.engine.null import NULL_TEXT, NullStepper
 from ftserve.engine.router import EngineRouter
 from ftserve.engine.stepper import Stepper
 from ftserve.engine.types import GenerationRequest
 from ftserve.preprocess.tokens import make_encoder
 from ftserve.server.model import ServedModel
-from ftserve.server.output import OutputThread
 
 
-def make_engine(config: EngineConfig, model: ServedModel, outputs: Sequence[OutputThread]) -> Engine:
-    """Return the engine, not started, that sends its events to `outputs`."""
+class Lane(Protocol):
+    """Where an engine's events go: an output thread, or a front end in another process."""
+
+    def feed(self) -> EventSink:
+        """Return a way in, for one engine."""
+
+
+def make_engine(config: EngineConfig, model: ServedModel, lanes: Sequence[Lane]) -> Engine:
+    """Return the engine, not started, that sends its events to `lanes`."""
     engines = [
-        EngineClient(partial(make_stepper, one, model), [output.feed() for output in outputs], replica=replica)
+        EngineClient(partial(make_stepper, one, model), [lane.feed() for lane in lanes], replica=replica)
         for replica, one in enumerate(config.by_device())
     ]
     return engines[0] if len(engines) == 1 else EngineRouter(engines)

@@ -54,17 +54,16 @@ class HttpServer:
         self._stop = _native.WorkerSignal()
         self._thread = threading.Thread(target=self._run, name="ftserve-http", daemon=True)
 
-    def bind(self) -> str:
-        """Take the address and return it as clients write it.
+    def bind(self, listener: socket.socket | None = None) -> str:
+        """Take the configured address, or a socket that is bound already; return it as clients write it.
 
         Raises:
             OSError: the address is in use, or is not ours.
         """
         config = self._config
+        self._socket = bind(config) if listener is None else listener
         if config.uds is not None:
-            self._socket = _bind_unix(config.uds)
             return f"unix:{config.uds}"
-        self._socket = _bind_tcp(config.host, config.port, config.stall_timeout_s)
         scheme = "http" if config.tls is None else "https"
         host = f"[{config.host}]" if ":" in config.host else config.host
         return f"{scheme}://{host}:{self._socket.getsockname()[1]}"
@@ -134,9 +133,22 @@ class HttpServer:
         await ended
 
 
-def _bind_tcp(host: str, port: int, stall_timeout_s: float) -> socket.socket:
+def bind(config: ServerConfig, *, is_shared: bool = False) -> socket.socket:
+    """Return a socket, not listening yet, at the configured address; `is_shared` with other sockets of that kind.
+
+    Raises:
+        OSError: the address is in use, or is not ours.
+    """
+    if config.uds is not None:
+        return _bind_unix(config.uds)
+    return _bind_tcp(config.host, config.port, config.stall_timeout_s, is_shared=is_shared)
+
+
+def _bind_tcp(host: str, port: int, stall_timeout_s: float, *, is_shared: bool) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # Inherited by each connection: the kernel drops a peer that takes no byte for so long, the send then fails, and the
     # request is cancelled. granian's send queue gives no sign of a slow reader itself.

@@ -112,21 +112,26 @@ class ServerCollector(Collector):
         self._version = version
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._process()
+        yield from self.shared()
+        yield from self.front_end()
+
+    def shared(self) -> Iterator[Metric]:
+        """Yield what is the same whichever front end is asked, if there are several."""
+        yield InfoMetricFamily(
+            "ftserve_build", "Version of the server and of Python", {"version": self._version, "python": sys.version}
+        )
+        yield GaugeMetricFamily("ftserve_gil_enabled", "1 if the GIL is on", value=float(is_gil_enabled()))
         yield from self._engine_metrics()
+
+    def front_end(self) -> Iterator[Metric]:
+        """Yield what this front end has seen."""
+        yield _family("ftserve_gc_pause_seconds", "Stop-the-world garbage collections", self._gc_pauses)
         parts = list(self._recorders())
         yield from self._request_metrics(parts)
         for name, (documentation, read) in self._gauges.items():
             yield GaugeMetricFamily(f"ftserve_{name}", documentation, value=read())
         for name, (documentation, read) in self._counters.items():
             yield CounterMetricFamily(f"ftserve_{name}", documentation, value=read())
-
-    def _process(self) -> Iterator[Metric]:
-        yield InfoMetricFamily(
-            "ftserve_build", "Version of the server and of Python", {"version": self._version, "python": sys.version}
-        )
-        yield GaugeMetricFamily("ftserve_gil_enabled", "1 if the GIL is on", value=float(is_gil_enabled()))
-        yield _family("ftserve_gc_pause_seconds", "Stop-the-world garbage collections", self._gc_pauses)
 
     def _engine_metrics(self) -> Iterator[Metric]:
         stats = self._engine()

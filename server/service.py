@@ -1,19 +1,22 @@
-"""The composition root: makes every part, starts them in order, stops them in order."""
+"""The composition root: makes every part, starts them in order, stops them in order.
+
+The same parts make a whole server, with an engine on a thread, and a front end among several, whose engine is in a
+process of its own; `processes.py` arranges those.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import platform
+import socket
 import threading
 import time
-from dataclasses import replace
-from pathlib import Path
-
-from prometheus_client import CollectorRegistry
+from collections.abc import Callable, Sequence
 
 import ftserve
-from ftserve.engine.checkpoint import Checkpoint, CheckpointError, read_generation_defaults, resolve
+from ftserve.engine.client import Engine
+from ftserve.engine.config import EngineConfig
 from ftserve.engine.threads import name_this_thread
 from ftserve.preprocess.pool import PreprocessPool
 from ftserve.server.admission import Admission
@@ -21,22 +24,24 @@ from ftserve.server.app import App
 from ftserve.server.auth import ApiKeys
 from ftserve.server.config import ServerConfig
 from ftserve.server.cors import Cors
-from ftserve.server.dialect import describe
 from ftserve.server.engines import make_engine
 from ftserve.server.garbage import GarbageKeeper
 from ftserve.server.generation import GenerationWorker, Job
 from ftserve.server.http import HttpServer, check_granian
+from ftserve.server.loading import load_model
 from ftserve.server.media import make_media
 from ftserve.server.metrics import Recorder, ServerCollector, is_gil_enabled
 from ftserve.server.model import ServedModel
 from ftserve.server.output import OutputThread
+from ftserve.server.overview import Load, LocalOverview, MergedOverview, Reports
 from ftserve.server.problems import DRAINING
 from ftserve.server.responses import Responses
 from ftserve.server.responses_store import ResponseStore
 from ftserve.server.uploads import Uploads
 
 log = logging.getLogger("ftserve")
-start_log = logging.getLogger("ftserve.start")  # shown at every level
+
+Connect = Callable[[EngineConfig, ServedModel, Sequence[OutputThread]], Engine]
 
 MAINTENANCE_INTERVAL_S = 1.0
 _LOADING_GLANCE_S = 0.2  # how often a signal is looked for while the model loads
@@ -44,32 +49,22 @@ _STOP_GRACE_S = 1.0  # for each part, beyond the drain's own deadline
 
 
 class Service:
-    """A whole server in this process. Made, started and stopped on the main thread."""
+    """All of a server but for an engine that is elsewhere. Made, started and stopped on the main thread."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, connect: Connect = make_engine, reports: Reports | None = None) -> None:
         """Read the model's files and wire the parts; nothing runs yet.
+
+        `connect` makes the engine, or the way to it; `reports` gathers those of other front ends, if there are any.
 
         Raises:
             CheckpointError: there is no such model.
             ValueError: a setting does not fit the model.
         """
-        name = config.served_model_name or config.model
-        checkpoint = adjusted(Checkpoint.read(resolve(config.model), name=name), config)
-        engine_config = config.engine.resolve(model_max_len=checkpoint.model_max_len)
-        assert engine_config.max_model_len is not None, "resolve fills it in"
         self.config = config
-        self._engine_config = engine_config
-        self.model = ServedModel.load(
-            checkpoint,
-            name=name,
-            max_model_len=engine_config.max_model_len,
-            takes_templates=config.trust_request_chat_template,
-            tool_parser=config.tool_call_parser,
-            reasoning_parser=config.reasoning_parser,
-        )
+        self._engine_config, self.model = load_model(config)
         self._outputs = [OutputThread(lane) for lane in range(config.threads.output)]
-        self.engine = make_engine(engine_config, self.model, self._outputs)
-        self._media = make_media(config.media, checkpoint, num_threads=config.threads.preprocess)
+        self.engine = connect(self._engine_config, self.model, self._outputs)
+        self._media = make_media(config.media, self.model.checkpoint, num_threads=config.threads.preprocess)
         self._recorders = [Recorder() for _ in range(config.threads.preprocess)]
         self._pool: PreprocessPool[Job] = PreprocessPool(config.threads.preprocess, self._make_worker, _abandon)
         self.admission = Admission(config.max_concurrent_requests, int(config.body_memory_gb * 2**30))
@@ -78,15 +73,14 @@ class Service:
         self._response_store = ResponseStore(
             max_chars=int(config.response_store_mb * 2**20), max_age_s=config.response_store_hours * 3600
         )
-        registry = CollectorRegistry()
-        registry.register(self._collector())
+        self.overview = LocalOverview(self._collector(), self._load, self._engine_load)
         self.app = App(
             self.model,
             self.engine,
             self._pool,
             self.admission,
             self._uploads,
-            registry,
+            self.overview if reports is None else MergedOverview(self.overview, reports),
             media=self._media,
             responses=Responses(self._response_store),
             keys=ApiKeys(config.api_keys),
@@ -98,14 +92,16 @@ class Service:
         self._http = HttpServer(config, self.app)
         self.url = ""  # once started
 
-    def start(self, stop: threading.Event) -> None:
+    def start(self, stop: threading.Event, listener: socket.socket | None = None) -> None:
         """Start every thread and wait until the model can be served, or until `stop` is set.
+
+        `listener` is a bound socket that takes the place of the configured address.
 
         Raises:
             OSError: the address cannot be had.
             EngineDeadError: the model cannot be loaded.
         """
-        self.url = self._http.bind()
+        self.url = self._http.bind(listener)
         for output in self._outputs:
             output.start()
         self._pool.start()
@@ -120,9 +116,6 @@ class Service:
             if stop.is_set():
                 return
         self._garbage.settle()
-        start_log.info("%s", self._start_line())
-        log.info("%s", self._sampling_line())
-        log.info("%s", self._curl_line())
         if self._engine_config.kind == "torch":  # the others follow no grammar
             self.model.grammars.warm_up()
 
@@ -147,12 +140,15 @@ class Service:
                 return False
         return True
 
-    def stop(self, abort: threading.Event) -> None:
-        """Take no new work, let what runs finish until the deadline or `abort`, end the rest with an error event."""
+    def drain(self, abort: threading.Event) -> None:
+        """Take no new work, and wait until what runs has finished, until the deadline or `abort`."""
         self.app.is_draining = True
         deadline = time.monotonic() + self.config.shutdown_timeout_s
         while not self.admission.wait_empty(0.05) and time.monotonic() < deadline and not abort.is_set():
             self._uploads.expire()
+
+    def stop(self) -> None:
+        """End what still runs with an error event, and then every part. After `drain`."""
         self._uploads.abort(DRAINING)
         if left := self.admission.num_inside():
             log.warning("ending %d requests at the deadline of the shutdown", left)
@@ -165,6 +161,13 @@ class Service:
             output.close(_STOP_GRACE_S)
         self.admission.wait_empty(_STOP_GRACE_S)
         self._http.stop(_STOP_GRACE_S)
+
+    def start_lines(self, arrangement: str = "") -> list[str]:
+        """Return what an operator wants to know once all runs; the first line at every level of the log.
+
+        `arrangement` says of what the server is made, if not of threads.
+        """
+        return [self._start_line(arrangement), self._sampling_line(), self._curl_line()]
 
     def _make_worker(self, number: int) -> GenerationWorker:
         name_this_thread(f"ft-pre-{number}")
@@ -210,6 +213,13 @@ class Service:
             ftserve.__version__,
         )
 
+    def _load(self) -> Load:
+        return {"server_load": self.admission.num_inside(), "preprocess_queue_depth": self._pool.depth()}
+
+    def _engine_load(self) -> Load:
+        stats = self.engine.stats()
+        return {"num_requests_running": stats.num_running, "num_requests_waiting": stats.num_waiting}
+
     def _sampling_line(self) -> str:
         """Return what requests get that say nothing of sampling."""
         defaults = self.model.checkpoint.generation_defaults
@@ -222,52 +232,33 @@ class Service:
         body = json.dumps({"model": self.model.name, "prompt": "Once upon a time", "max_tokens": 40})
         return f"try: curl {where}/v1/completions -H 'content-type: application/json' -d '{body}'"
 
-    def _start_line(self) -> str:
+    def _start_line(self, arrangement: str) -> str:
         threads, about = self.config.threads, self.engine.description
-        gil = "on" if is_gil_enabled() else "off"
+        arrangement = arrangement or (
+            f"threads: {threads.http} http, {threads.preprocess} preprocess, {threads.output} output, "
+            f"{len(self._engine_config.by_device())} engine"
+        )
         return (
             f"serving {self.model.name} at {self.url} "
-            f"(Python {platform.python_version()}, GIL {gil}; threads: {threads.http} http, "
-            f"{threads.preprocess} preprocess, {threads.output} output, "
-            f"{len(self._engine_config.by_device())} engine; engine {self._engine_config.kind}, "
+            f"(Python {platform.python_version()}, GIL {'on' if is_gil_enabled() else 'off'}; {arrangement}; "
+            f"engine {self._engine_config.kind}, "
             f"device {about['device']}, dtype {about['dtype']}, KV cache {about['kv_capacity_tokens']} tokens; "
-            f"{describe(self.model.dialect)}; "
             f"encoder {'fastokens' if self.model.use_fastokens else 'tokenizers'}, "
             f"context {self.model.max_model_len})"
         )
-
-
-def adjusted(checkpoint: Checkpoint, config: ServerConfig) -> Checkpoint:
-    """Return what the model's files say, with what the operator says instead.
-
-    Raises:
-        CheckpointError: a file that the operator names is not what it should be.
-    """
-    if config.chat_template is not None:
-        try:
-            source = config.chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as exc:
-            raise CheckpointError(f"--chat-template {config.chat_template}: cannot be read as text") from exc
-        checkpoint = replace(checkpoint, chat_template=source)
-    if config.generation_config == "none":
-        checkpoint = replace(checkpoint, generation_defaults={})
-    elif config.generation_config != "auto":
-        defaults = read_generation_defaults(Path(config.generation_config))
-        checkpoint = replace(checkpoint, generation_defaults=defaults)
-    return checkpoint
 
 
 def _abandon(job: Job) -> None:
     job.exchange.refuse(DRAINING)
 
 
-def check_environment() -> None:
-    """Fail early where the program cannot work as designed.
+def check_environment(*, needs_threads: bool = True) -> None:
+    """Fail early where the program cannot work as designed; `needs_threads` to run side by side.
 
     Raises:
         RuntimeError: says what is wrong.
     """
-    if is_gil_enabled():
+    if needs_threads and is_gil_enabled():
         raise RuntimeError("the GIL is on")
     if (reason := check_granian()) is not None:
         raise RuntimeError(reason)

@@ -13,11 +13,7 @@ def main() -> None:
         from ftserve.server.bench.cli import main as bench
 
         raise SystemExit(bench(sys.argv[2:]))
-    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
-        version = sys.version.split()[0]
-        print(f"ftserve: Python {version} has a GIL; run it with a free-threaded build (3.13t).", file=sys.stderr)
-        raise SystemExit(2)
-    if not _gil_is_forced_off():
+    if sysconfig.get_config_var("Py_GIL_DISABLED") and not _gil_is_forced_off():
         # The GIL is off now, but triton, which transformers imports, would turn it on again.
         print("ftserve: restarting with -X gil=0", file=sys.stderr, flush=True)
         os.execv(sys.executable, [sys.executable, "-X", "gil=0", *sys.orig_argv[1:]])

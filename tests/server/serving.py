@@ -18,11 +18,15 @@ from typing import Any, Self
 import httpx
 
 MODEL = "smollm2-135m-instruct"
-NULL_ENGINE = ("--engine", "null", "--threads", "6", "--http-threads", "2", "--output-threads", "2")
 ROOT = Path(__file__).parents[2]
-HAS_GIL = not sysconfig.get_config_var("Py_GIL_DISABLED")  # then the tests run on .venv-gil, and the server on .venv
-PYTHON = str(ROOT / ".venv" / "bin" / "python") if HAS_GIL else sys.executable
-COMMAND = (PYTHON, "-X", "gil=0", "-m", "ftserve")
+HAS_GIL = not sysconfig.get_config_var("Py_GIL_DISABLED")
+FRONT_ENDS = int(os.environ.get("SERVER_FRONT_ENDS", "2" if HAS_GIL else "0"))  # 0: the server is one process
+NULL_ENGINE = (
+    *("--engine", "null", "--threads", "6", "--http-threads", "2", "--output-threads", "2"),
+    *("--front-ends", str(FRONT_ENDS)),
+)
+INTERPRETER = (sys.executable,) if HAS_GIL else (sys.executable, "-X", "gil=0")
+COMMAND = (*INTERPRETER, "-m", "ftserve")
 
 START_TIMEOUT_S = 180.0  # generous: a loaded machine is no fault of ours
 STOP_TIMEOUT_S = 30.0
@@ -125,9 +129,14 @@ class RunningServer:
         return self.http.post("/v1/completions", json=completion_body(prompt, **fields))
 
     def metrics(self) -> dict[str, float]:
-        """Return every sample of /metrics, by its name with labels."""
-        lines = (line for line in self.get("/metrics").text.splitlines() if not line.startswith("#"))
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+        """Return every sample of /metrics, by its name with labels; summed over processes."""
+        samples: dict[str, float] = {}
+        for line in self.get("/metrics").text.splitlines():
+            if not line.startswith("#"):
+                labelled, value = line.rsplit(" ", 1)
+                name = re.sub(r',?process="[^"]*"', "", labelled).replace("{}", "")
+                samples[name] = samples.get(name, 0.0) + float(value)
+        return samples
 
     def metric(self, name: str) -> float:
         return self.metrics()[f"ftserve_{name}"]
@@ -138,19 +147,26 @@ class RunningServer:
         gauges = ("num_requests_running", "num_requests_waiting", "http_requests_inside", "preprocess_queue_depth")
         return not any(now[f"ftserve_{name}"] for name in gauges)
 
+    def processes(self) -> dict[str, int]:
+        """Return the server's process, as "server", and those that it has started, by name."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        names = {Path(f"/proc/{child}/comm").read_text().strip(): int(child) for child in children}
+        return {"server": pid, **names}
+
     def num_fds(self) -> int:
         """Return how many descriptors the server has open."""
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+        return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in self.processes().values())
 
     def rss(self) -> int:
-        """Return the server's resident memory in bytes."""
-        fields = Path(f"/proc/{self.process.pid}/statm").read_text().split()
-        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+        """Return the server's resident memory in bytes; what processes share counts once for each."""
+        pages = (int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.processes().values())
+        return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def cpu_seconds(self) -> float:
-        """Return user and system time of the server's process so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+        """Return user and system time of the server so far."""
+        stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.processes().values())
+        return sum(int(fields[11]) + int(fields[12]) for fields in stats) / TICKS_PER_S
 
 
 def chat_body(content: str = "Hello", **fields: object) -> dict[str, object]:

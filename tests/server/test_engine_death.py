@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +13,18 @@ import httpx
 import pytest
 
 from tests.server.dying_server import DEADLY, LOADING, STICKY
-from tests.server.serving import NULL_ENGINE, RunningServer, chat_body, completion_body, environment, wait_until
+from tests.server.serving import (
+    INTERPRETER,
+    NULL_ENGINE,
+    RunningServer,
+    chat_body,
+    completion_body,
+    environment,
+    wait_until,
+)
 from tests.server.sockets import Answer, Connection, post
 
-COMMAND = (sys.executable, "-X", "gil=0", str(Path(__file__).with_name("dying_server.py")))
+COMMAND = (*INTERPRETER, str(Path(__file__).with_name("dying_server.py")))
 CHAT = "/v1/chat/completions"
 
 
