@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -29,6 +30,12 @@ log = logging.getLogger("ftserve.engine")
 # A mask takes 10 us in a JSON schema and 300 in the middle of a long alternative, and a GPU's step 8 ms.
 _NUM_THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 _LEAST_SHARE = 8  # sequences that are worth waking a thread for
+
+# The whole batch waits for the slowest mask. A sequence that owes more CPU time than that, at so much a mask, is ended:
+# an ambiguous grammar may take 40 ms for each mask, and more as the text grows.
+_SECONDS_A_MASK = 0.01
+_MOST_SECONDS_OWED = 0.5
+_TOO_COMPLEX = "The structure that the request asks for is too complex to be followed."
 
 
 class Constraints:
@@ -179,7 +186,7 @@ def _known_ids(token_ids: Iterable[int], vocab_size: int) -> list[int]:
 class Guide:
     """Where one sequence stands in its grammar. Used by a mask thread while masks are made, else by the engine's."""
 
-    __slots__ = ("_grammar", "_matcher", "_position", "_sequence", "error", "is_active", "mask")
+    __slots__ = ("_grammar", "_matcher", "_owed_s", "_position", "_sequence", "error", "is_active", "mask")
 
     def __init__(self, sequence: Sequence) -> None:
         grammar = sequence.request.sampling.grammar
@@ -190,17 +197,22 @@ class Guide:
         self._sequence = sequence
         self._grammar = grammar
         self._matcher: Any = None  # a copy of the grammar's, made by a mask thread: it may take milliseconds
+        self._owed_s = 0.0
         self._position = sequence.prompt_len  # tokens before it are behind us
 
     def advance(self) -> None:
         """Follow the tokens that came since the last time and make the mask for the next; nothing is raised."""
         if self.error is not None:
             return
+        began = time.thread_time()
         try:
             if self._is_reached():
                 self._follow()
         except Exception as exc:  # noqa: BLE001 - whatever a matcher raises ends this request alone
-            self._fail(str(exc))
+            self._fail(str(exc), EngineRequestError("The output could not be kept to its structure."))
+        self._owed_s = max(0.0, self._owed_s + time.thread_time() - began - _SECONDS_A_MASK)
+        if self._owed_s > _MOST_SECONDS_OWED and self.error is None:
+            self._fail("it takes too long", InvalidRequestError(_TOO_COMPLEX))
 
     def _is_reached(self) -> bool:
         """Tell whether the grammar has begun; until then every token is free."""
@@ -224,13 +236,13 @@ class Guide:
             self._position = len(token_ids)
         matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
         self._sequence.has_to_end = matcher.is_stopped()
-        if matcher.is_error():
-            self._fail(matcher.get_error())
+        if matcher.is_error():  # it ran into one of its limits
+            self._fail(matcher.get_error(), InvalidRequestError(_TOO_COMPLEX))
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str, error: FtserveError) -> None:
         """Note the error, and allow nothing, so that the request ends with it."""
         log.warning("request %s: its grammar failed: %s", self._sequence.request.request_id, message[:500])
-        self.error = EngineRequestError("The output could not be kept to the structure that the request asks for.")
+        self.error = error
         self.is_active = True
         self.mask.fill(0)
 

@@ -245,10 +245,23 @@ def test_a_failing_mask_ends_that_request_alone(
         batcher.add(request)
     events = drain(batcher)
     assert [len(ids(events[asked[1]])), events[asked[1]][-1].finish_reason] == [2, FinishReason.ERROR]
-    assert isinstance(events[asked[1]][-1].error, EngineRequestError)
+    assert isinstance(events[asked[1]][-1].error, EngineRequestError if raises else InvalidRequestError)
     assert "secret" not in str(events[asked[1]][-1].error)
     for request in (asked[0], asked[2]):
         assert is_person(tiny_text(ids(events[request])))
+
+
+def test_a_grammar_that_holds_the_batch_up_is_given_up(
+    tiny_llama: Any, make_request: Any, drain: Any, tiny_grammars: GrammarCompiler
+) -> None:
+    """The work for each mask of an ambiguous grammar grows with the text."""
+    batcher = tiny_llama.batcher(eos_token_ids=[TINY_EOS], max_model_len=4000, num_blocks=2000)
+    ambiguous = tiny_grammars.lark('start: start start | "a" | "b" | "c" | ')
+    request = make_request([5], max_tokens=3900, grammar=ambiguous, logit_bias=((TINY_EOS, -100.0),))
+    batcher.add(request)
+    events = drain(batcher)[request]
+    assert isinstance(events[-1].error, InvalidRequestError)
+    assert len(ids(events)) > 10
 
 
 def test_cancelled_while_masks_are_made(
