@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ftserve.engine.errors import EngineRequestError, FtserveError, InvalidRequestError, RequestTooLongError
+from ftserve.engine.media import MediaPreparer, PromptMedia
 from ftserve.engine.scheduler import Scheduler, SchedulerStatistics, StepPlan
 from ftserve.engine.sequence import Sequence
 from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
@@ -72,20 +73,29 @@ class ContinuousBatcher(Generic[L]):
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
+        media: MediaPreparer | None = None,
     ) -> None:
+        """Take the parts; without `media` requests that show any are refused."""
         self.scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_ids = eos_token_ids
+        self._media = media
         self._sequences: dict[GenerationRequest, Sequence] = {}
         self._arrivals = 0
         self._device_s = 0.0
 
     def add(self, request: GenerationRequest) -> None:
         self._refuse_impossible(request)
-        sequence = Sequence(request, arrival=self._arrivals, eos_ids=self._eos_ids, max_model_len=self._max_model_len)
+        sequence = Sequence(
+            request,
+            arrival=self._arrivals,
+            eos_ids=self._eos_ids,
+            max_model_len=self._max_model_len,
+            media=self._prepare_media(request) if request.media else None,
+        )
         if not self.scheduler.can_ever_fit(sequence):
             raise RequestTooLongError(
                 f"The KV cache holds {self.scheduler.pool.num_blocks * self.scheduler.pool.block_size} tokens; "
@@ -111,6 +121,7 @@ class ContinuousBatcher(Generic[L]):
             if scored := plan.scored():
                 self._sampler.score_prompts(logits, scored)
         except MemoryError as exc:
+            self.scheduler.abandon(plan)
             if not plan.prefills:
                 raise
             return [self._blame(plan, exc)]
@@ -158,6 +169,11 @@ class ContinuousBatcher(Generic[L]):
         if request.sampling.max_tokens < 1:
             raise InvalidRequestError("max_tokens must be at least 1.", param="max_tokens")
 
+    def _prepare_media(self, request: GenerationRequest) -> PromptMedia:
+        if self._media is None:
+            raise InvalidRequestError("This model takes no images or video.", param="messages")
+        return self._media.prepare(request)
+
     def _stamp_scheduled(self, plan: StepPlan) -> float:
         now = time.monotonic()
         for sequence, _ in plan.prefills:
@@ -195,8 +211,18 @@ class ContinuousBatcher(Generic[L]):
         return events
 
     def _blame(self, plan: StepPlan, cause: Exception) -> TokenEvent:
-        """End the prompt with the longest context of a step that ran out of memory; the others are planned again."""
-        largest, _ = max(plan.prefills, key=lambda chunk: chunk[0].num_computed + chunk[1])
+        """End one prompt of a step that ran out of memory, the others are planned again.
+
+        It is the one with most to encode in this step, and where nothing was, with the longest context.
+        """
+        encoded = {unit.name for unit in plan.encodes}
+
+        def size(chunk: tuple[Sequence, int]) -> tuple[int, int]:
+            sequence, end = chunk[0], chunk[0].num_computed + chunk[1]
+            units = sequence.units_between(sequence.num_computed, end)
+            return sum(unit.num_tokens for unit in units if unit.name in encoded), end
+
+        largest, _ = max(plan.prefills, key=size)
         error = EngineRequestError("The device has not enough memory for this prompt.")
         error.__cause__ = cause
         return self._fail(largest, error)

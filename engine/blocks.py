@@ -23,9 +23,12 @@ BLOCK_SIZE = 16  # tokens; a smaller one wastes less and shares more, a larger o
 NULL_BLOCK = 0  # never given away and always zero: pads block tables
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the name of a full block: it depends on its tokens and, through `parent`, on all before them."""
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16, key=_HASH_KEY).digest()
+def hash_block(parent: bytes, token_ids: Sequence[int], media: bytes = b"") -> bytes:
+    """Return the name of a full block: it depends on its tokens and, through `parent`, on all before them.
+
+    `media` says what the placeholders among the tokens stand for.
+    """
+    return blake2b(parent + array("q", token_ids).tobytes() + media, digest_size=16, key=_HASH_KEY).digest()
 
 
 @dataclass(frozen=True, slots=True)

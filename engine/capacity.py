@@ -30,7 +30,8 @@ def cache_bytes(config: EngineConfig, model: PreTrainedModel) -> int:
         return int(DEFAULT_CPU_GB * 1e9)
     step = _step_bytes(model, config.max_num_batched_tokens + config.max_num_seqs, config.max_num_seqs)
     free, total = torch.cuda.mem_get_info(model.device)
-    return int(free - (1.0 - config.gpu_memory_utilization) * total - step)
+    embeddings = config.encoder_cache_gb * 1e9 if "vision_config" in model.config.sub_configs else 0.0
+    return int(free - (1.0 - config.gpu_memory_utilization) * total - step - embeddings)
 
 
 def _step_bytes(model: PreTrainedModel, num_tokens: int, num_rows: int) -> int:

@@ -27,6 +27,7 @@ class EngineConfig:
     kv_cache_gb: float | None = None  # None: 2 of RAM on the CPU, what is free on CUDA
     gpu_memory_utilization: float = 0.9  # share of a CUDA device's memory that we may use
     cuda_graphs: bool = True  # replay decode steps on CUDA instead of launching them kernel by kernel
+    encoder_cache_gb: float = 0.5  # memory for what vision towers made of images
     torch_threads: int | None = None  # CPU threads of the model's operators; None: the CPUs that we may use, less one
     null_step_ms: float = 0.0  # null engine: pause between steps
     null_echo: bool = False  # null engine: answer with what a prompt has between marks, see `server/engines.py`

@@ -1,4 +1,4 @@
-"""Load a causal language model of transformers so that its attention is ours, and learn what it stores per token."""
+"""Load a language model of transformers so that its attention is ours, and learn what it stores per token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from ftserve.engine import attention
@@ -52,21 +58,30 @@ def choose_dtype(wanted: str, path: Path, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def load_model(path: Path, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the model in `path` for inference.
+def load_model(path: Path, *, device: torch.device, dtype: torch.dtype, sees: bool = False) -> PreTrainedModel:
+    """Load the model in `path` for inference; `sees` tells that it is a vision-language model.
 
     Raises:
-        UnsupportedModelError: transformers does not know it as a causal language model, or cannot load it.
+        UnsupportedModelError: transformers does not know it as such a model, or cannot load it.
     """
     attention.register()
     transformers_logging.disable_progress_bar()  # once, at start: the log has its own line
+    kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, local_files_only=True
+        model = kind.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attention_of_parts() if sees else attention.IMPLEMENTATION,
+            local_files_only=True,
         )
     except (ValueError, KeyError, ImportError) as exc:
         raise UnsupportedModelError(f"{path}: transformers cannot load this model for the engine: {exc}") from exc
     return prepare_model(model, device)
+
+
+def attention_of_parts() -> dict[str, str]:
+    """Return which attention the parts of a vision-language model are to use."""
+    return {"text_config": attention.IMPLEMENTATION, "vision_config": "sdpa"}
 
 
 def prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -91,11 +106,17 @@ def see_nothing(
 def attending_by(model: PreTrainedModel, attend: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
     """Have the model's layers call `attend` instead of our attention. While loading only: see `LOADING`."""
     AttentionInterface.register(_PROBE, attend)
-    model.set_attn_implementation(_PROBE)
+    _set_text_attention(model, _PROBE)
     try:
         yield
     finally:
-        model.set_attn_implementation(attention.IMPLEMENTATION)
+        _set_text_attention(model, attention.IMPLEMENTATION)
+
+
+def _set_text_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention of the layers that speak; a vision tower keeps its own."""
+    sees = "text_config" in model.config.sub_configs
+    model.set_attn_implementation({"text_config": name} if sees else name)
 
 
 def probe_layers(model: PreTrainedModel) -> list[LayerShape]:

@@ -78,6 +78,10 @@ class ModelRunner:
         if self._graphs is not None and not plan.prefills:
             tables = self._decode_tables([sequence.slot for sequence in plan.decodes], positions + 1)
             return self._graphs.run(token_ids, positions, tables)
+        return self._compute(plan, token_ids, positions)
+
+    def _compute(self, plan: StepPlan, token_ids: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Return the logits of the step; ids and positions (indices in their sequences) are [T]."""
         return self._forward(
             self._upload(token_ids)[None],
             self._upload(positions)[None],

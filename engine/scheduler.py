@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ftserve.engine.blocks import BlockPool, BlockStatistics, hash_block
+from ftserve.engine.encoder_cache import EncoderCache, EncoderStatistics
+from ftserve.engine.media import MediaUnit
 from ftserve.engine.sequence import Sequence, SequenceState
 
 _KEY = attrgetter("key")
@@ -31,6 +33,8 @@ class StepPlan:
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)  # (sequence, tokens of its chunk)
     regrown: list[Sequence] = field(default_factory=list)  # whose `blocks` or `slot` changed since their last step
+    encodes: list[MediaUnit] = field(default_factory=list)  # what the vision tower has to do first
+    drops: list[bytes] = field(default_factory=list)  # names of units whose embeddings are kept no longer
 
     @property
     def is_empty(self) -> bool:
@@ -57,15 +61,25 @@ class SchedulerStatistics:
     num_waiting: int
     num_preemptions: int
     blocks: BlockStatistics
+    encoder: EncoderStatistics | None = None
 
 
 class Scheduler:
     """Holds every live sequence and plans steps for them."""
 
     def __init__(
-        self, pool: BlockPool, *, max_num_seqs: int, max_prefill_tokens: int, use_prefix_cache: bool = True
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_prefill_tokens: int,
+        use_prefix_cache: bool = True,
+        encoder: EncoderCache | None = None,
     ) -> None:
-        """Plan for at most `max_num_seqs` sequences at once and `max_prefill_tokens` prompt tokens a step."""
+        """Plan for at most `max_num_seqs` sequences at once and `max_prefill_tokens` prompt tokens a step.
+
+        Without an `encoder` placeholders are tokens like others.
+        """
         if max_num_seqs < 1 or max_prefill_tokens < 1:
             raise ValueError(f"{max_num_seqs} sequences and {max_prefill_tokens} prefill tokens make no step")
         self.pool = pool
@@ -74,6 +88,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_prefill_tokens = max_prefill_tokens
         self._use_prefix_cache = use_prefix_cache
+        self._encoder = encoder
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._num_preemptions = 0
 
@@ -110,10 +125,17 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step, taking blocks for it."""
         plan = StepPlan()
+        if self._encoder is not None:
+            self._encoder.begin_step(plan.encodes, plan.drops)
         self._plan_decodes(plan)
         budget = self._plan_begun_prefills(plan, self._max_prefill_tokens)
         self._admit(plan, budget)
         return plan
+
+    def abandon(self, plan: StepPlan) -> None:
+        """Take note that a step failed before it was done."""
+        if self._encoder is not None:
+            self._encoder.forget(plan.encodes)
 
     def advance(self, plan: StepPlan) -> None:
         """Count the step's tokens as computed. To be called before its sampled tokens are appended."""
@@ -127,7 +149,13 @@ class Scheduler:
             self._publish(sequence, sequence.num_computed - count)
 
     def statistics(self) -> SchedulerStatistics:
-        return SchedulerStatistics(len(self.running), len(self.waiting), self._num_preemptions, self.pool.statistics())
+        return SchedulerStatistics(
+            len(self.running),
+            len(self.waiting),
+            self._num_preemptions,
+            self.pool.statistics(),
+            None if self._encoder is None else self._encoder.statistics(),
+        )
 
     def check(self) -> None:
         """Look for leaks.
@@ -148,7 +176,7 @@ class Scheduler:
             sequence = running[index]
             index += 1
             computed = sequence.num_computed
-            if len(sequence.token_ids) - computed != 1:
+            if len(sequence.token_ids) - computed != 1 or computed < sequence.media_end:
                 continue
             if computed == len(sequence.blocks) * block_size:
                 if not self._make_room(sequence):
@@ -187,11 +215,21 @@ class Scheduler:
             if budget == 0:
                 break
             pending = sequence.num_pending
-            if pending > 1:
-                count = min(pending, budget)
-                plan.prefills.append((sequence, count))
-                budget -= count
+            if pending > 1 or sequence.num_computed < sequence.media_end:
+                budget -= self._plan_chunk(plan, sequence, min(pending, budget))
         return budget
+
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, count: int) -> int:
+        """Plan the next `count` tokens of a prompt, or those before the first that waits for an image."""
+        if self._encoder is not None and sequence.media_end:
+            start = sequence.num_computed
+            for unit in sequence.units_between(start, start + count):
+                if not self._encoder.take(unit, is_first_use=unit.start >= start):
+                    count = max(0, unit.start - start)
+                    break
+        if count:
+            plan.prefills.append((sequence, count))
+        return count
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Start waiting sequences, strictly in order: one that does not fit is not overtaken."""
@@ -203,10 +241,8 @@ class Scheduler:
             sequence.state = SequenceState.RUNNING
             sequence.slot = self._free_slots.pop()
             insort(self.running, sequence, key=_KEY)
-            count = min(sequence.num_pending, budget)
-            plan.prefills.append((sequence, count))
             plan.regrown.append(sequence)
-            budget -= count
+            budget -= self._plan_chunk(plan, sequence, min(sequence.num_pending, budget))
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Give `sequence` the blocks of all its tokens, known ones first; False if it has to wait for some.
@@ -264,5 +300,9 @@ class Scheduler:
         while len(names) <= index:
             start = len(names) * size
             parent = names[-1] if names else sequence.request.cache_salt
-            names.append(hash_block(parent, sequence.token_ids[start : start + size]))
+            media = b"".join(
+                unit.name + (start - unit.start).to_bytes(8, signed=True)
+                for unit in sequence.units_between(start, start + size)
+            )
+            names.append(hash_block(parent, sequence.token_ids[start : start + size], media))
         return names[index]

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import random
+from bisect import bisect_right
 from collections.abc import Collection
+from operator import attrgetter
 
+from ftserve.engine.media import MediaUnit, PromptMedia
 from ftserve.engine.types import FinishReason, GenerationRequest, TokenLogprobs
+
+_END = attrgetter("end")
 
 
 class SequenceState(enum.Enum):
@@ -30,6 +36,8 @@ class Sequence:
         "blocks",
         "has_to_end",
         "max_len",
+        "media",
+        "media_end",
         "min_len",
         "num_cached",
         "num_computed",
@@ -45,7 +53,13 @@ class Sequence:
     )
 
     def __init__(
-        self, request: GenerationRequest, *, arrival: int, eos_ids: Collection[int] = (), max_model_len: int
+        self,
+        request: GenerationRequest,
+        *,
+        arrival: int,
+        eos_ids: Collection[int] = (),
+        max_model_len: int,
+        media: PromptMedia | None = None,
     ) -> None:
         sampling = request.sampling
         self.request = request
@@ -69,6 +83,8 @@ class Sequence:
         self.has_to_end = False  # its grammar allows nothing but an end
         self.blocks: list[int] = []  # cache blocks in the order of the tokens
         self.block_hashes: list[bytes] = []  # of the full blocks, as far as they were needed
+        self.media = media
+        self.media_end = media.units[-1].end if media is not None and media.units else 0  # past the last placeholder
         self.slot = -1  # row of the runner's per-sequence tables; -1 while it has none
 
     @property
@@ -84,6 +100,14 @@ class Sequence:
     def num_pending(self) -> int:
         """Return how many tokens are known and not computed; 1 when decoding."""
         return len(self.token_ids) - self.num_computed
+
+    def units_between(self, start: int, end: int) -> list[MediaUnit]:
+        """Return the media of which a placeholder lies in tokens `start` to `end`."""
+        if self.media is None or start >= self.media_end:
+            return []
+        units = self.media.units
+        first = bisect_right(units, start, key=_END)
+        return list(itertools.takewhile(lambda unit: unit.start < end, units[first:]))
 
     @property
     def scores_prompt(self) -> bool:

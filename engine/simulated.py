@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from ftserve.engine.batcher import ContinuousBatcher, Sampled
 from ftserve.engine.blocks import BLOCK_SIZE, BlockPool
 from ftserve.engine.config import EngineConfig
+from ftserve.engine.media import UncheckedMedia
 from ftserve.engine.null import scripted_logprobs
 from ftserve.engine.scheduler import Scheduler, StepPlan
 from ftserve.engine.sequence import Sequence
@@ -202,6 +203,7 @@ class SimulatedStepper(ContinuousBatcher[None]):
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=frozenset(),
+            media=UncheckedMedia(),
         )
 
     def device_seconds(self) -> float:

@@ -13,13 +13,12 @@ from ftserve.engine.blocks import BLOCK_SIZE, BlockPool
 from ftserve.engine.capacity import cache_bytes, count_blocks
 from ftserve.engine.checkpoint import Checkpoint
 from ftserve.engine.config import EngineConfig
-from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.kernels import choose_decode_kernel
 from ftserve.engine.kv_cache import KVCache
-from ftserve.engine.runner import ModelRunner
 from ftserve.engine.sampler import Sampler
 from ftserve.engine.scheduler import Scheduler
-from ftserve.engine.types import GenerationRequest
+from ftserve.engine.vision import VisionTower
+from ftserve.engine.vision_runner import make_encoder_cache, make_runner
 
 
 class TorchStepper(ContinuousBatcher[Tensor]):
@@ -35,7 +34,9 @@ class TorchStepper(ContinuousBatcher[Tensor]):
         torch.set_num_threads(config.torch_threads or default_threads())
         self._device = loader.choose_device(config.device)
         self._dtype = loader.choose_dtype(config.dtype, checkpoint.path, self._device)
-        model = loader.load_model(checkpoint.path, device=self._device, dtype=self._dtype)
+        vision = checkpoint.vision
+        model = loader.load_model(checkpoint.path, device=self._device, dtype=self._dtype, sees=vision is not None)
+        tower = None if vision is None else VisionTower(model, vision, max_bytes=int(config.encoder_cache_gb * 1e9))
         if packed.can_pack(self._device, self._dtype):
             packed.pack_linears(model)
         shapes = loader.probe_layers(model)
@@ -43,32 +44,30 @@ class TorchStepper(ContinuousBatcher[Tensor]):
         assert max_model_len is not None
         num_blocks = count_blocks(shapes, self._dtype, cache_bytes(config, model), max_model_len=max_model_len)
         cache = KVCache(shapes, num_blocks, BLOCK_SIZE, dtype=self._dtype, device=self._device)
-        runner = ModelRunner(
+        runner = make_runner(
             model,
+            tower,
             cache,
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
             kernel=choose_decode_kernel(self._device, self._dtype, shapes),
         )
-        if self._device.type == "cuda" and config.cuda_graphs:
+        if self._device.type == "cuda" and config.cuda_graphs and tower is None:
             runner.use_graphs()
         super().__init__(
             Scheduler(
                 BlockPool(num_blocks, BLOCK_SIZE),
                 max_num_seqs=config.max_num_seqs,
                 max_prefill_tokens=config.max_num_batched_tokens,
+                encoder=make_encoder_cache(tower, config.max_num_batched_tokens),
             ),
             runner,
             Sampler(checkpoint.vocab_size, self._device),
             vocab_size=checkpoint.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=checkpoint.eos_token_ids,
+            media=tower,
         )
-
-    def add(self, request: GenerationRequest) -> None:
-        if request.media:
-            raise InvalidRequestError("This model takes no images or video.", param="messages")
-        super().add(request)
 
     def describe(self) -> dict[str, str]:
         return super().describe() | {"device": str(self._device), "dtype": str(self._dtype).removeprefix("torch.")}

@@ -47,6 +47,12 @@ def add_engine_options(
         help="GB of the KV cache; if not given, 2 on the CPU and what is free on CUDA",
     )
     inside.add_argument(
+        "--encoder-cache-gb",
+        type=amount,
+        default=engine.encoder_cache_gb,
+        help="GB for what the vision tower has made of images",
+    )
+    inside.add_argument(
         "--gpu-memory-utilization",
         type=share,
         default=engine.gpu_memory_utilization,
@@ -91,6 +97,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         max_num_seqs=options.max_num_seqs or STEP_SIZES[options.engine][0],
         max_num_batched_tokens=options.max_num_batched_tokens or STEP_SIZES[options.engine][1],
         kv_cache_gb=options.kv_cache_gb,
+        encoder_cache_gb=options.encoder_cache_gb,
         gpu_memory_utilization=options.gpu_memory_utilization,
         torch_threads=options.torch_threads,
         null_step_ms=options.null_step_ms,

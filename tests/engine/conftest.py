@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ftserve.engine.grammar import GrammarCompiler
-from ftserve.engine.types import GenerationRequest, SamplingParams, TokenEvent
+from ftserve.engine.types import GenerationRequest, MediaSpan, SamplingParams, TokenEvent
 
 VOCAB_SIZE = 128
 
@@ -235,6 +235,7 @@ def make_request() -> Callable[..., GenerationRequest]:
         index: int = 0,
         priority: int = 0,
         cache_salt: bytes = b"",
+        media: Sequence[MediaSpan] = (),
         **sampling: Any,
     ) -> GenerationRequest:
         nonlocal made
@@ -248,6 +249,7 @@ def make_request() -> Callable[..., GenerationRequest]:
             route=None,
             priority=priority,
             cache_salt=cache_salt,
+            media=tuple(media),
         )
 
     return make
