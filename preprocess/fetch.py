@@ -41,7 +41,7 @@ from ftserve.preprocess.sources import Payload
 log = logging.getLogger("ftserve.preprocess")
 
 MAX_REDIRECTS = 5
-MAX_CONNECTIONS = 128
+MAX_CONNECTIONS = 64  # each may hold as much as one file may have
 _MAX_RESOLVERS = 16  # threads that wait for DNS
 _MAX_URL_CHARS = 8192
 _HEADERS = [(b"user-agent", b"ftserve"), (b"accept", b"*/*"), (b"accept-encoding", b"identity")]

@@ -3,15 +3,14 @@
     source ──▶ fetch (if remote) ──▶ open: bytes, key, cache, header ──▶ gate: pixels ──▶ decode ──▶ cache ──▶ request
 
 Guarantees:
-    - Each gathering is over exactly once: when its items are there, or one of them has failed, or its client has gone,
-      or the server stops. What is still on its way for it is given up then, unless somebody else wants it.
+    - What is on its way for a request alone is given up when the request is over, by a failure, its client or the
+      server's end; what somebody else wants too goes on.
     - No thread waits: what has no room, or is being decoded or fetched for somebody else, is a callback.
     - Opening has threads of its own, so that hits and refusals do not queue behind decodes; neither uses the threads
       that text requests need.
 
 Shared fields: `_live` and `_is_closed`, under a lock that is taken twice a request: a gathering is either failed by
-`close` or finds it closed. Each gathering has a lock of its own, since its
-items come from several threads and its client may go away at any time.
+`close` or finds it closed.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from ftserve.engine.errors import FtserveError, InvalidRequestError, MediaError, OverloadedError, RequestCancelledError
+from ftserve.engine.errors import FtserveError, InvalidRequestError, RequestCancelledError
 from ftserve.engine.types import MediaItem
 from ftserve.preprocess.formats import prepare_thread
 from ftserve.preprocess.gate import PixelGate
+from ftserve.preprocess.gathering import Gathering, Ticket
 from ftserve.preprocess.media import Flight, MediaCache, Name, media_key
 from ftserve.preprocess.pool import PreprocessPool
 from ftserve.preprocess.sources import LocalFiles, MediaSource, Payload, read_data_url
@@ -78,92 +78,6 @@ class Fetcher(Protocol):
         self, url: str, then: Callable[[Payload], None], failed: Callable[[FtserveError], None]
     ) -> Callable[[], None]:
         """Call `then` or `failed` later, on another thread; return a function that gives up."""
-
-
-class Gathering:
-    """The items of one request on their way to it."""
-
-    def __init__(self, sources: Sequence[MediaSource], salt: bytes) -> None:
-        self.sources = sources
-        self.salt = salt
-        self.is_over = False  # nothing more is wanted: all is there, or it has failed
-        self._items: list[MediaItem | None] = [None] * len(sources)
-        self._num_missing = len(sources)
-        self._error: FtserveError | None = None
-        self._lock = threading.Lock()
-        self._on_over: list[Callable[[], None]] = []
-
-    def found(self) -> tuple[MediaItem, ...]:
-        """Return the items in the order of the sources, once it is over.
-
-        Raises:
-            FtserveError: why there are none.
-        """
-        if self._error is not None:
-            raise _named(self._error, None)  # anew: its traceback would lead back here
-        return tuple(item for item in self._items if item is not None)
-
-    def when_over(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called once it is over: at once if so already, else by the thread that ends it."""
-        with self._lock:
-            if not self.is_over:
-                self._on_over.append(callback)
-                return
-        callback()
-
-    def cancel(self) -> None:
-        """Give up, because the client has gone. Any thread, any time."""
-        self.fail(RequestCancelledError("The client has gone."))
-
-    def settle(self, index: int, item: MediaItem) -> None:
-        with self._lock:
-            if self.is_over:
-                return
-            self._items[index] = item
-            self._num_missing -= 1
-            if self._num_missing:
-                return
-            callbacks = self._end()
-        for callback in callbacks:
-            callback()
-
-    def fail(self, error: FtserveError) -> None:
-        with self._lock:
-            if self.is_over:
-                return
-            self._error = error
-            callbacks = self._end()
-        for callback in callbacks:
-            callback()
-
-    def _end(self) -> list[Callable[[], None]]:
-        self.is_over = True
-        callbacks, self._on_over = self._on_over, []
-        return callbacks
-
-
-class Ticket:
-    """One item of a gathering: what waits at the cache."""
-
-    __slots__ = ("gathering", "index")
-
-    def __init__(self, gathering: Gathering, index: int) -> None:
-        self.gathering = gathering
-        self.index = index
-
-    @property
-    def source(self) -> MediaSource:
-        return self.gathering.sources[self.index]
-
-    @property
-    def is_over(self) -> bool:
-        return self.gathering.is_over
-
-    def deliver(self, item: MediaItem) -> None:
-        self.gathering.settle(self.index, item)
-
-    def fail(self, error: FtserveError) -> None:
-        self.gathering.fail(_named(error, self.source.param))
 
 
 class MediaIntake:
@@ -354,18 +268,6 @@ def _names(ticket: Ticket) -> tuple[Name, ...]:
     """Return what the client itself calls the item."""
     uuid = ticket.source.uuid
     return () if uuid is None else ((ticket.gathering.salt, ticket.source.modality, uuid),)
-
-
-def _named(error: FtserveError, param: str | None) -> FtserveError:
-    """Return `error` anew, since others may have got the same one, with the part that it is about."""
-    match error:
-        case MediaError():
-            return MediaError(error.message, param=error.param or param)
-        case InvalidRequestError():
-            return InvalidRequestError(error.message, param=error.param or param, code=error.code)
-        case OverloadedError():
-            return OverloadedError(error.message, retry_after_s=error.retry_after_s)
-    return type(error)(error.message)
 
 
 def _ours(error: Exception) -> FtserveError:

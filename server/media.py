@@ -16,7 +16,8 @@ from ftserve.preprocess.chat import shows_parts
 from ftserve.preprocess.fetch import FetchRules, HttpFetcher
 from ftserve.preprocess.formats import ImageLimits
 from ftserve.preprocess.gate import PixelGate
-from ftserve.preprocess.intake import Gathering, MediaIntake, Observe
+from ftserve.preprocess.gathering import Gathering
+from ftserve.preprocess.intake import MediaIntake, Observe
 from ftserve.preprocess.media import MediaCache
 from ftserve.preprocess.placeholders import expand
 from ftserve.preprocess.qwen import MODEL_TYPES, QwenMedia

@@ -15,7 +15,8 @@ import pytest
 from ftserve.engine.errors import InvalidRequestError, MediaError, OverloadedError, RequestCancelledError
 from ftserve.engine.types import MediaItem, Modality
 from ftserve.preprocess.gate import PixelGate
-from ftserve.preprocess.intake import Gathering, MediaIntake
+from ftserve.preprocess.gathering import Gathering
+from ftserve.preprocess.intake import MediaIntake
 from ftserve.preprocess.media import MediaCache, media_key
 from ftserve.preprocess.sources import LocalFiles, MediaSource, Payload
 
