@@ -264,9 +264,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     limits.add_argument(
         "--response-store-mb",
-        type=_amount,
+        type=_amount_or_none,
         default=defaults["response_store_mb"],
-        help="memory of the responses that can be asked for again; the oldest go first",
+        help="memory of the responses that can be asked for again, the oldest go first; unused with several front ends",
     )
     limits.add_argument(
         "--response-store-hours",

@@ -28,7 +28,7 @@ class Cors:
             return False
         wanted = exchange.headers.get("access-control-request-headers") or "authorization, content-type"
         allowed = [
-            ("access-control-allow-methods", "GET, POST"),
+            ("access-control-allow-methods", "GET, POST, DELETE"),
             ("access-control-allow-headers", wanted),
             ("access-control-max-age", str(_PREFLIGHT_AGE_S)),
         ]

@@ -27,6 +27,8 @@ def load_model(config: ServerConfig) -> tuple[EngineConfig, ServedModel]:
         name=name,
         max_model_len=engine_config.max_model_len,
         takes_templates=config.trust_request_chat_template,
+        tool_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
     )
     return engine_config, model
 

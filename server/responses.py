@@ -35,18 +35,21 @@ class Responses:
             found = self.store.messages(fields.previous_response_id)
             if found is None:
                 raise InvalidRequestError(
-                    "There is no stored response of that id.",
+                    "There is no stored response of that id."
+                    if self.store.keeps
+                    else "This server keeps no responses; send the conversation as input.",
                     param="previous_response_id",
                     code="previous_response_not_found",
                 )
             before = found
         chat_fields, chat = fields.to_chat(before)
         response_id = f"resp_{getrandbits(192):048x}"
-        response = _begun(response_id, worker.model.name, fields)
+        is_kept = fields.store is not False and self.store.keeps
+        response = _begun(response_id, worker.model.name, fields, is_kept=is_kept)
 
         def finished(done: dict[str, Any]) -> None:
             self.store.end(response_id)  # before the client has the answer and may ask
-            if fields.store is not False:
+            if is_kept:
                 body = json.dumps(done, ensure_ascii=False)
                 self.store.put(response_id, body, [*chat, *messages_of(done["output"])])
 
@@ -90,7 +93,7 @@ def _missing(response_id: str) -> HttpError:
     return HttpError(404, f"There is no response '{response_id[:80]}' here.")
 
 
-def _begun(response_id: str, model: str, fields: ResponsesRequest) -> dict[str, Any]:
+def _begun(response_id: str, model: str, fields: ResponsesRequest, *, is_kept: bool) -> dict[str, Any]:
     """Return a response without output."""
     return {
         "id": response_id,
@@ -108,7 +111,7 @@ def _begun(response_id: str, model: str, fields: ResponsesRequest) -> dict[str, 
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": fields.previous_response_id,
         "reasoning": {"effort": fields.reasoning.effort if fields.reasoning is not None else None, "summary": None},
-        "store": fields.store is not False,
+        "store": is_kept,
         "temperature": fields.temperature,
         "text": {"format": (fields.text.format if fields.text is not None else None) or {"type": "text"}},
         "tool_choice": fields.tool_choice or "auto",

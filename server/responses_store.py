@@ -40,6 +40,11 @@ class ResponseStore:
         self._running: dict[str, Running] = {}
         self._num_chars = 0
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept at all."""
+        return self._max_chars > 0
+
     def begin(self, response_id: str, running: Running) -> None:
         with self._lock:
             self._running[response_id] = running

@@ -24,6 +24,7 @@ from ftserve.server.app import App
 from ftserve.server.auth import ApiKeys
 from ftserve.server.config import ServerConfig
 from ftserve.server.cors import Cors
+from ftserve.server.dialect import describe
 from ftserve.server.engines import make_engine
 from ftserve.server.garbage import GarbageKeeper
 from ftserve.server.generation import GenerationWorker, Job
@@ -70,8 +71,10 @@ class Service:
         self.admission = Admission(config.max_concurrent_requests, int(config.body_memory_gb * 2**30))
         self._uploads = Uploads(min(config.body_timeout_s, config.request_timeout_s))
         self._garbage = GarbageKeeper()
+        # A request for a kept response would come to any of several front ends, and only one would know it.
+        kept_mb = config.response_store_mb if config.front_ends <= 1 else 0
         self._response_store = ResponseStore(
-            max_chars=int(config.response_store_mb * 2**20), max_age_s=config.response_store_hours * 3600
+            max_chars=int(kept_mb * 2**20), max_age_s=config.response_store_hours * 3600
         )
         self.overview = LocalOverview(self._collector(), self._load, self._engine_load)
         self.app = App(
@@ -243,6 +246,7 @@ class Service:
             f"(Python {platform.python_version()}, GIL {'on' if is_gil_enabled() else 'off'}; {arrangement}; "
             f"engine {self._engine_config.kind}, "
             f"device {about['device']}, dtype {about['dtype']}, KV cache {about['kv_capacity_tokens']} tokens; "
+            f"{describe(self.model.dialect)}; "
             f"encoder {'fastokens' if self.model.use_fastokens else 'tokenizers'}, "
             f"context {self.model.max_model_len})"
         )

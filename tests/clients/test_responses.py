@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,7 +12,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from tests.server.serving import MODEL, RunningServer, wait_until
+from tests.server.serving import MODEL, NULL_ENGINE, RunningServer, wait_until
 
 TOOL: Any = {
     "type": "function",
@@ -159,7 +160,7 @@ def test_what_is_not_built_is_refused_by_name(client: OpenAI, fields: dict[str, 
     assert caught.value.param.startswith(param)
 
 
-def test_a_running_response_can_be_cancelled(tmp_path: Any) -> None:
+def test_a_running_response_can_be_cancelled(tmp_path: Path) -> None:
     with (
         RunningServer(tmp_path / "log", "--engine", "null", "--null-step-ms", "5") as server,
         OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
@@ -174,3 +175,17 @@ def test_a_running_response_can_be_cancelled(tmp_path: Any) -> None:
         with pytest.raises(openai.BadRequestError):
             client.responses.cancel(created.response.id)
         wait_until(server.is_idle, "idle")
+
+
+def test_a_server_that_keeps_nothing_says_so(tmp_path: Path) -> None:
+    arguments = (*NULL_ENGINE, "--response-store-mb", "0")
+    with (
+        RunningServer(tmp_path / "log", *arguments) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        response = client.responses.create(model=MODEL, input="x", max_output_tokens=3)
+        assert response.to_dict()["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response.id)
+        with pytest.raises(openai.BadRequestError, match="keeps no responses"):
+            client.responses.create(model=MODEL, input="x", previous_response_id=response.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -163,3 +164,14 @@ def test_a_conversation_with_calls_is_taken(server: RunningServer) -> None:
 
 def test_the_parsers_are_said_at_the_start(server: RunningServer) -> None:
     assert "tool calls hermes, thoughts think" in server.log()
+
+
+def test_many_chats_with_tools_and_bad_words_share_one_tokenizer(server: RunningServer) -> None:  # case 15
+    def ask(number: int) -> tuple[int, list[tuple[str, Any]]]:
+        fields: dict[str, Any] = {"tools": TOOLS, "bad_words": [f"word{number}"], "logprobs": number % 2 == 0}
+        choice = (whole, streamed)[number % 3 == 0](server, f"{number} {CALL}", **fields)
+        return int(choice["message"]["content"]), calls_of(choice)
+
+    with ThreadPoolExecutor(32) as pool:
+        found = list(pool.map(ask, range(200)))
+    assert found == [(number, [("get_time", {})]) for number in range(200)]
