@@ -88,11 +88,24 @@ def prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedMod
     """Make a model ready for `run` on `device`.
 
     Raises:
-        UnsupportedModelError: its forward cannot pick the rows that need logits.
+        UnsupportedModelError: its forward cannot pick the rows that need logits, or its positions depend on how long
+            the longest sequence of a batch is.
     """
+    if unsteady := _rope_types(model) & {"dynamic", "longrope"}:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: rope type {unsteady.pop()} turns all keys when one sequence of the batch grows "
+            "long, so what is cached would be wrong; such models are not served"
+        )
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(f"{type(model).__name__} does not take logits_to_keep")
     return model.to(device).eval().requires_grad_(False)  # type: ignore[no-any-return,arg-type]
+
+
+def _rope_types(model: PreTrainedModel) -> set[str]:
+    """Return how the layers turn positions into rotations; some models have several kinds of layers."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {str(kind["rope_type"]) for kind in kinds if "rope_type" in kind}
 
 
 def see_nothing(

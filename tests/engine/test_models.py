@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.engine.seeing import FAMILIES as SEEING_FAMILIES
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -38,6 +42,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GraniteConfig": {"attention_multiplier": 0.2},
 }
 
+# Families that are not served, what makes a small one, and the reason that the operator is told.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("MambaConfig", {}, "0 of 4 layers use"),
+    ("FalconH1Config", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "other means"),
+    ("BloomConfig", {}, "0 of 4 layers use"),
+    ("StableLmConfig", {}, "does not hand keywords on"),
+]
+
 
 @pytest.fixture(scope="module")
 def load(make_tiny: Callable[[Any], Any]) -> Callable[[str], Any]:
@@ -67,18 +79,8 @@ def test_greedy_equals_transformers(
     assert got == [tiny.greedy(p, 20) for p in asked]
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ("MambaConfig", {}, "0 of 4 layers use"),
-        ("FalconH1Config", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "other means"),
-        ("BloomConfig", {}, "0 of 4 layers use"),
-        ("StableLmConfig", {}, "does not hand keywords on"),
-    ],
-)
-def test_models_with_attention_of_their_own_are_refused(
-    family: str, options: dict[str, Any], message: str, torch: Any, tmp_path: Any
-) -> None:
+@pytest.mark.parametrize(("family", "options", "message"), REFUSED)
+def test_others_are_refused(family: str, options: dict[str, Any], message: str, torch: Any, tmp_path: Any) -> None:
     import transformers
 
     from ftserve.engine.loader import UnsupportedModelError, load_model, probe_layers
@@ -87,3 +89,41 @@ def test_models_with_attention_of_their_own_are_refused(
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=message):
         probe_layers(load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("LlamaConfig", {"rope_type": "dynamic", "factor": 2.0}),
+        (
+            "Phi3Config",
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ],
+)
+def test_positions_that_depend_on_the_longest_of_a_batch_are_refused(
+    family: str, rope: dict[str, Any], torch: Any
+) -> None:
+    import transformers
+
+    from ftserve.engine.loader import UnsupportedModelError, prepare_model
+
+    config = getattr(transformers, family)(**SMALL | {"rope_parameters": rope | {"rope_theta": 1e4}})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModelError, match=f"rope type {rope['rope_type']} turns all keys"):
+        prepare_model(model, torch.device("cpu"))
+
+
+def test_the_documentation_lists_what_was_run() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    language, vision, refused = (
+        set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) for section in text.split("\n## ")[1:4]
+    )
+    assert language == set(FAMILIES)
+    assert vision == set(SEEING_FAMILIES)
+    assert refused == {family for family, _, _ in REFUSED}
