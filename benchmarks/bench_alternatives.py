@@ -132,7 +132,7 @@ def main() -> None:
         ("transformers serve", ""),
     ):
         with transformers_serve(options.serve_packages, *filter(None, [mode])) as target:
-            requests = load[0] if mode else max(4, load[0] // 3)  # one at a time: more would only take longer
+            requests = load[0] if mode else max(4, load[0] // 6)  # one at a time: more would only take longer
             print(row(measure(name, target, str(checkpoint().path), requests, *load[1:])), flush=True)
 
 
