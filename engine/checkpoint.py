@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ftserve.engine import builtin
+from ftserve.engine.pooling import Pooling, is_generating, read_pooling
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+_SIZE_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
+_OFFSET_POSITIONS = ("camembert", "roberta", "xlm-roberta")  # count positions from behind the padding id
 _GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -95,6 +98,9 @@ class Checkpoint:
     generation_defaults: Mapping[str, float | int]  # sampling values that the model's makers recommend
     model_type: str  # transformers' name of the family
     vision: VisionInputs | None  # None: takes no pictures
+    hidden_size: int | None  # of a token's hidden state
+    is_generating: bool  # continues text; others only make vectors of it
+    pooling: Pooling | None  # how vectors are made, where its makers say so
 
     @classmethod
     def read(cls, path: Path, *, name: str | None = None) -> Checkpoint:
@@ -111,11 +117,21 @@ class Checkpoint:
         if not tokenizer_json.is_file():
             raise CheckpointError(f"{path}: no tokenizer.json; ftserve needs a model with a fast tokenizer")
         sources = (generation, config, text_config)
+        try:
+            pooling = read_pooling(path)
+        except ValueError as exc:
+            raise CheckpointError(str(exc)) from exc
+        sizes = [_first((text_config, config), key) for key in _SIZE_KEYS]
+        max_len = _positive(path, (text_config, config), _LENGTH_KEYS)
+        if config.get("model_type") in _OFFSET_POSITIONS:
+            max_len -= int(config.get("pad_token_id") or 0) + 1
+        if pooling is not None and pooling.max_len is not None:
+            max_len = min(max_len, pooling.max_len)
         bos = _first(sources, "bos_token_id")
         return cls(
             path=path,
             name=name or path.name,
-            model_max_len=_positive(path, (text_config, config), _LENGTH_KEYS),
+            model_max_len=max_len,
             vocab_size=_positive(path, (text_config, config), ("vocab_size",)),
             eos_token_ids=_token_ids(_first(sources, "eos_token_id")),
             bos_token_id=bos if isinstance(bos, int) else None,
@@ -125,6 +141,9 @@ class Checkpoint:
             generation_defaults=_generation_defaults(generation),
             model_type=str(config.get("model_type", "")),
             vision=_vision_inputs(path, config),
+            hidden_size=next((size for size in sizes if isinstance(size, int)), None),
+            is_generating=is_generating(config.get("architectures") or ()),
+            pooling=pooling,
         )
 
 

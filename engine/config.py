@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+Task = Literal["auto", "generate", "embed"]
+TASKS: tuple[Task, ...] = ("auto", "generate", "embed")
 EngineKind = Literal["torch", "null", "simulated"]
 ENGINE_KINDS: tuple[EngineKind, ...] = ("torch", "null", "simulated")
 STEP_SIZES: dict[EngineKind, tuple[int, int]] = {  # defaults of `max_num_seqs` and `max_num_batched_tokens`
@@ -19,6 +21,7 @@ class EngineConfig:
     """What the engine thread is told at its start. Values are copied into locals there."""
 
     kind: EngineKind = "torch"
+    task: Task = "auto"  # what the model is used for; auto: what it was made for
     device: str = "auto"  # auto | cpu | cuda | cuda:N; several, with commas between them, get an engine each
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     max_model_len: int | None = None  # tokens of prompt and output together; None: what the model allows

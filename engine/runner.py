@@ -66,7 +66,7 @@ class ModelRunner:
         try:
             return self._run(plan)
         except RuntimeError as exc:
-            if _is_out_of_memory(exc):
+            if is_out_of_memory(exc):
                 raise MemoryError from exc
             raise
 
@@ -165,6 +165,6 @@ class ModelRunner:
         return chunks
 
 
-def _is_out_of_memory(exc: RuntimeError) -> bool:
+def is_out_of_memory(exc: RuntimeError) -> bool:
     """Tell whether an allocation failed; on the CPU torch has no class for it."""
     return isinstance(exc, torch.OutOfMemoryError) or "can't allocate memory" in str(exc)

@@ -16,6 +16,7 @@ from ftserve.server.auth import OPEN_PATHS, ApiKeys
 from ftserve.server.chat import parse_chat, prepare_chat
 from ftserve.server.completions import prepare_completion
 from ftserve.server.cors import Cors
+from ftserve.server.embeddings import refuse_to_embed, refuse_to_generate, submit_embeddings
 from ftserve.server.exchange import Exchange
 from ftserve.server.generation import Handle, Job
 from ftserve.server.media import LARGE_BODY_BYTES, MediaFront
@@ -34,12 +35,22 @@ MAX_REFUSED_BYTES = 64 << 10
 
 _RESPONSES = "/v1/responses/"
 
-_POSTS: dict[str, Handle] = {  # what a preprocess thread does with the body
-    "/v1/chat/completions": prepare_chat,
-    "/v1/completions": prepare_completion,
-    "/tokenize": answer_tokenize,
-    "/detokenize": answer_detokenize,
-}
+
+def _posts(model: ServedModel, responses: Responses) -> dict[str, Handle]:
+    """Return what a preprocess thread does with the body of each path."""
+    posts: dict[str, Handle] = {
+        "/v1/chat/completions": prepare_chat,
+        "/v1/completions": prepare_completion,
+        "/v1/responses": responses.prepare,
+    }
+    if model.embeds:
+        posts = dict.fromkeys(posts, refuse_to_generate)
+    return {
+        **posts,
+        "/v1/embeddings": submit_embeddings if model.embeds else refuse_to_embed,
+        "/tokenize": answer_tokenize,
+        "/detokenize": answer_detokenize,
+    }
 
 
 class App:
@@ -71,7 +82,7 @@ class App:
         self._overview = overview
         self._media = media
         self._responses = responses
-        self._posts = _POSTS | {"/v1/responses": responses.prepare}
+        self._posts = _posts(model, responses)
         self._keys = keys
         self._cors = cors
         self._root_path = root_path.rstrip("/")

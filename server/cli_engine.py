@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from ftserve.engine.config import ENGINE_KINDS, STEP_SIZES, EngineConfig
+from ftserve.engine.config import ENGINE_KINDS, STEP_SIZES, TASKS, EngineConfig
 from ftserve.engine.simulated import PROFILES
 
 
@@ -25,6 +25,9 @@ def add_engine_options(
         choices=ENGINE_KINDS,
         default=engine.kind,
         help="null answers without a model; simulated does so at the pace of a GPU",
+    )
+    inside.add_argument(
+        "--task", choices=TASKS, default=engine.task, help="what the model is for: chats and completions, or embeddings"
     )
     inside.add_argument(
         "--device", default=engine.device, help="auto, cpu, cuda or cuda:N; several, with commas, get an engine each"
@@ -91,6 +94,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     """Return what the options say."""
     return EngineConfig(
         kind=options.engine,
+        task=options.task,
         device=options.device,
         dtype=options.dtype,
         max_model_len=options.max_model_len,

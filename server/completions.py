@@ -6,9 +6,7 @@ import time
 from array import array
 from collections.abc import Sequence
 
-from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.types import TokenEvent, Usage
-from ftserve.preprocess.tokens import ID_TYPECODE
 from ftserve.preprocess.vocabulary import json_escape
 from ftserve.server.choice import ChoiceEnd
 from ftserve.server.exchange import Exchange
@@ -16,6 +14,7 @@ from ftserve.server.extras import NOTHING
 from ftserve.server.generation import GenerationWorker, Prepared
 from ftserve.server.logprobs import Scores, prompt_tokens
 from ftserve.server.problems import Problem
+from ftserve.server.prompts import token_ids_of
 from ftserve.server.reply import DONE, usage_json
 from ftserve.server.rich import Delta, Message, RichOptions, Token
 from ftserve.server.wire import CompletionRequest, parse
@@ -29,7 +28,9 @@ def prepare_completion(worker: GenerationWorker, exchange: Exchange) -> Prepared
     fields = parse(CompletionRequest, exchange.take_body())
     worker.check_model(fields.model)
     times.validated = times.templated = time.monotonic()
-    prompts = _prompts(fields.prompt, worker, add_special_tokens=fields.add_special_tokens is not False)
+    prompts = token_ids_of(
+        fields.prompt, worker, add_special_tokens=fields.add_special_tokens is not False, param="prompt"
+    )
     times.tokenized = time.monotonic()
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     scores = worker.scores(fields)
@@ -50,32 +51,6 @@ def _rich(fields: CompletionRequest, scores: Scores | None, echoes: Sequence[str
         return prompt_tokens(request, event.prompt_logprobs or (), echoes[request.index // n], scores.texts)
 
     return RichOptions(keeps_tokens=True, echo=echo if echoes and fields.logprobs is not None else None)
-
-
-def _prompts(
-    prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
-    worker: GenerationWorker,
-    *,
-    add_special_tokens: bool,
-) -> list[array[int]]:
-    """Return token ids for each of the four forms that `prompt` may have."""
-    if not prompt:
-        raise InvalidRequestError("The prompt is empty.", param="prompt")
-    items: list[str | list[int]] = (
-        [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)  # type: ignore[list-item,arg-type]
-    )
-    prompts = [
-        worker.tokenize(item, add_special_tokens=add_special_tokens)
-        if isinstance(item, str)
-        else array(ID_TYPECODE, item)
-        for item in items
-    ]
-    for ids in prompts:
-        if not ids:
-            raise InvalidRequestError("The prompt is empty.", param="prompt")
-        if max(ids) >= worker.model.checkpoint.vocab_size:
-            raise InvalidRequestError("A token id is outside the model's vocabulary.", param="prompt")
-    return prompts
 
 
 def _echoes(prompt: object, prompts: list[array[int]], worker: GenerationWorker) -> list[str]:

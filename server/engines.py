@@ -36,6 +36,12 @@ def make_engine(config: EngineConfig, model: ServedModel, lanes: Sequence[Lane])
 
 def make_stepper(config: EngineConfig, model: ServedModel) -> Stepper:
     """Make the engine's inside; on the engine thread, for seconds to minutes."""
+    if model.embeds:
+        from ftserve.engine.embedding import make_embedding_stepper
+        from ftserve.engine.loader import LOADING
+
+        with LOADING:
+            return make_embedding_stepper(config, model.checkpoint)
     if config.kind == "null":
         return NullStepper(
             null_tokens(model),

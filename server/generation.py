@@ -88,7 +88,7 @@ class GenerationWorker:
         self._encode = make_encoder(model.tokenizer_json, use_fastokens=model.use_fastokens)
         source = model.checkpoint.chat_template
         self._template = ChatTemplate(source, model.checkpoint.special_tokens) if source else None
-        self._engine = engine
+        self.engine = engine
         self.recorder = recorder
         self.media = media
         self.resume = resume  # queue a job that was left to wait for its images
@@ -212,10 +212,18 @@ class GenerationWorker:
                 raise InvalidRequestError(f"At most {self._max_logprobs} are shown.", param=param)
         return Scores(self.model.token_texts, num_top, num_prompt_top)
 
+    def take_lane(self) -> int:
+        """Return the output thread that the next request's events go to."""
+        self._lane = (self._lane + 1) % self._num_lanes
+        return self._lane
+
+    def deadline_of(self, exchange: Exchange) -> float:
+        return exchange.times.arrival + self._timeout_s
+
     def _check_in_time(self, exchange: Exchange) -> None:
         if exchange.is_cancelled:
             raise RequestCancelledError("The client has gone.")
-        if time.monotonic() >= exchange.times.arrival + self._timeout_s:
+        if time.monotonic() >= self.deadline_of(exchange):
             raise DeadlineExceededError("The request waited longer than its deadline allows.")
 
     def _submit(self, exchange: Exchange, prepared: Prepared, constraints: Constraints) -> None:
@@ -235,15 +243,15 @@ class GenerationWorker:
                 rich = replace(rich or RichOptions(), keeps_tokens=True)
         reply = Reply(
             exchange,
-            self._engine,
+            self.engine,
             prepared.reply_format,
             vocabulary,
             is_streamed=bool(fields.stream),
             include_usage=fields.wants_usage() or bool(fields.timings),
             max_bytes=self._max_response_bytes,
         )
-        self._lane = (self._lane + 1) % self._num_lanes
-        replicas = [self._engine.place(prompt) for prompt in prepared.prompts]
+        lane = self.take_lane()
+        replicas = [self.engine.place(prompt) for prompt in prepared.prompts]
         requests = [
             GenerationRequest(
                 request_id=exchange.request_id,
@@ -251,9 +259,9 @@ class GenerationWorker:
                 prompt_ids=prompt,
                 sampling=sampling_params(self.model, fields, prepared.max_tokens, len(prompt), choice, constraints),
                 media=prepared.media,
-                lane=self._lane,
+                lane=lane,
                 route=reply,
-                deadline=times.arrival + self._timeout_s,
+                deadline=self.deadline_of(exchange),
                 times=times,
                 replica=replica,
                 cache_salt=fields.salt(),
@@ -266,6 +274,6 @@ class GenerationWorker:
         if prepared.echoes:
             reply.begin_with([echo for echo in prepared.echoes for _ in range(n)])
         times.submitted = time.monotonic()
-        if not exchange.submit(self._engine, requests):
+        if not exchange.submit(self.engine, requests):
             reply.release()
             raise RequestCancelledError("The client has gone.")

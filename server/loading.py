@@ -26,11 +26,25 @@ def load_model(config: ServerConfig) -> tuple[EngineConfig, ServedModel]:
         checkpoint,
         name=name,
         max_model_len=engine_config.max_model_len,
+        embeds=_is_embedding(engine_config, checkpoint),
         takes_templates=config.trust_request_chat_template,
         tool_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
     )
     return engine_config, model
+
+
+def _is_embedding(config: EngineConfig, checkpoint: Checkpoint) -> bool:
+    """Return whether the model is to make embeddings.
+
+    Raises:
+        ValueError: this engine cannot.
+    """
+    made_for_it = checkpoint.pooling is not None or not checkpoint.is_generating
+    embeds = config.task == "embed" or (config.task == "auto" and made_for_it)
+    if embeds and config.kind != "torch":
+        raise ValueError(f"--engine {config.kind} makes no embeddings, and {checkpoint.name} is used for them")
+    return embeds
 
 
 def adjusted(checkpoint: Checkpoint, config: ServerConfig) -> Checkpoint:

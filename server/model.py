@@ -21,6 +21,7 @@ class ServedModel:
 
     name: str
     checkpoint: Checkpoint
+    embeds: bool  # makes embeddings, and no text
     max_model_len: int  # tokens of prompt and output together
     tokenizer_json: Path
     use_fastokens: bool
@@ -39,6 +40,7 @@ class ServedModel:
         *,
         name: str,
         max_model_len: int,
+        embeds: bool = False,
         takes_templates: bool = False,
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
@@ -52,6 +54,7 @@ class ServedModel:
         vocabulary = build_vocabulary(tokenizer, size=checkpoint.vocab_size)
         return cls(
             name=name,
+            embeds=embeds,
             checkpoint=checkpoint,
             max_model_len=max_model_len,
             tokenizer_json=checkpoint.tokenizer_json,

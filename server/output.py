@@ -14,14 +14,41 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from ftserve.engine.inbox import Inbox, make_inbox
 from ftserve.engine.threads import name_this_thread
-from ftserve.engine.types import TokenEvent
+from ftserve.engine.types import RequestTimes, TokenEvent, Usage
+from ftserve.server.exchange import Exchange
 from ftserve.server.metrics import Recorder
-from ftserve.server.reply import Reply
 
 log = logging.getLogger("ftserve.output")
+
+
+class Answer(Protocol):
+    """What an output thread writes: a `Reply`, or an `EmbeddingReply`. It alone touches it after the submit."""
+
+    exchange: Exchange
+    times: RequestTimes
+    error: BaseException | None
+    is_done: bool
+    flow: Callable[[int], bool] | None  # takes the token of an event that has nothing else; False if it does not
+
+    def feed(self, event: TokenEvent) -> bool:
+        """Take an event; True if `flush` is to be called after the batch."""
+
+    def flush(self) -> None:
+        """Write what the batch brought."""
+
+    def give_up(self) -> None:
+        """End after a failure of our own."""
+
+    def usage(self) -> Usage:
+        """Return the counts of a reply that is done."""
+
+    def release(self) -> None:
+        """Forget the requests."""
+
 
 _CLOSE: list[TokenEvent] = []  # an empty batch is never put by the engine
 
@@ -88,12 +115,12 @@ class OutputThread:
 
     def _handle(self, batches: list[list[TokenEvent]]) -> None:
         began = time.perf_counter()
-        dirty: list[Reply] = []
+        dirty: list[Answer] = []
         num_tokens = 0
         is_single = len(batches) == 1  # else tokens of one stream are joined to one chunk
         for batch in batches:
             for event in batch:
-                reply: Reply = event.request.route  # type: ignore[assignment]  # what `generation` put there
+                reply: Answer = event.request.route  # type: ignore[assignment]  # what `generation` put there
                 token_ids = event.token_ids
                 num_tokens += len(token_ids)
                 flow = reply.flow if is_single and len(token_ids) == 1 and event.finish_reason is None else None
@@ -109,7 +136,7 @@ class OutputThread:
                 self._flush(reply)
         self.recorder.observe_output(time.perf_counter() - began, num_tokens)
 
-    def _flush(self, reply: Reply) -> None:
+    def _flush(self, reply: Answer) -> None:
         try:
             reply.flush()
         except Exception as exc:  # noqa: BLE001 - one broken reply must not take the lane down
@@ -118,15 +145,15 @@ class OutputThread:
             if reply.is_done:
                 self._finished(reply)
 
-    def _give_up(self, reply: Reply, error: Exception) -> None:
+    def _give_up(self, reply: Answer, error: Exception) -> None:
         if not reply.is_done:  # else it has ended, and this event came late
             log.error("request %s could not be written", reply.exchange.request_id, exc_info=error)
             reply.give_up()
             self._finished(reply)
 
-    def _finished(self, reply: Reply) -> None:
+    def _finished(self, reply: Answer) -> None:
         """Record and forget a reply that is done."""
-        times = reply.choices[0].request.times
+        times = reply.times
         usage = reply.usage()
         self.recorder.observe_request(times, time.monotonic(), usage, failed=reply.error is not None)
         if log.isEnabledFor(logging.INFO):

@@ -78,6 +78,7 @@ class Reply:
         "exchange",
         "flow",
         "is_done",
+        "times",
     )
 
     def __init__(
@@ -92,6 +93,7 @@ class Reply:
         max_bytes: int,
     ) -> None:
         self.exchange = exchange
+        self.times = exchange.times
         self.engine = engine
         self.choices: list[Choice] = []
         self.cached_tokens = 0
@@ -266,8 +268,7 @@ class Reply:
 
     def _write_whole(self) -> None:
         choices = [self._whole_choice(choice) for choice in self.choices]
-        times = self.choices[0].request.times
-        headers = [*JSON_HEADERS, ("server-timing", server_timing(times))]
+        headers = [*JSON_HEADERS, ("server-timing", server_timing(self.times))]
         self.exchange.respond(200, headers, self._format.whole(choices, self.usage()))
         self._finish()
 

@@ -232,8 +232,11 @@ class Service:
     def _curl_line(self) -> str:
         """Return a command to try."""
         where = f"--unix-socket {self.config.uds} http://localhost" if self.config.uds else self.url
-        body = json.dumps({"model": self.model.name, "prompt": "Once upon a time", "max_tokens": 40})
-        return f"try: curl {where}/v1/completions -H 'content-type: application/json' -d '{body}'"
+        body: dict[str, object] = {"model": self.model.name, "prompt": "Once upon a time", "max_tokens": 40}
+        path = "completions"
+        if self.model.embeds:
+            body, path = {"model": self.model.name, "input": ["Once upon a time"]}, "embeddings"
+        return f"try: curl {where}/v1/{path} -H 'content-type: application/json' -d '{json.dumps(body)}'"
 
     def _start_line(self, arrangement: str) -> str:
         threads, about = self.config.threads, self.engine.description

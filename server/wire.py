@@ -45,6 +45,7 @@ class StreamOptions(BaseModel):
 
 TokenIdKey = Annotated[str, StringConstraints(pattern="^[0-9]{1,10}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # smaller is sooner
 StopString = Annotated[str, StringConstraints(min_length=1)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_COUNT)]  # `--max-logprobs` bounds it
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1)]
@@ -81,7 +82,7 @@ class GenerationFields(BaseModel):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = True
     add_special_tokens: bool | None = None  # None: to a plain prompt, and not to a chat, whose template writes them
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = 0  # smaller is sooner
+    priority: Priority | None = 0
     return_token_ids: bool | None = False
     timings: bool | None = False
     suffix: str | None = None  # refused, and `best_of` beyond `n`
@@ -231,6 +232,19 @@ class TokenizeRequest(TemplateFields):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None  # None: with `prompt`, and not with `messages`, whose template has them
     return_token_strs: bool | None = False
+
+
+class EmbeddingRequest(BaseModel):
+    """Body of `POST /v1/embeddings`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str
+    input: str | TokenIds | list[str] | list[TokenIds]
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    add_special_tokens: bool | None = True
+    priority: Priority | None = 0
 
 
 class DetokenizeRequest(BaseModel):

@@ -10,20 +10,20 @@ import time
 from functools import partial
 
 from . import __doc__ as usage
-from .environments import FREE_THREADED, WITH_GIL, make_free_threaded, make_model, make_with_gil, model_is_ready
+from .environments import FREE_THREADED, WITH_GIL, make_free_threaded, make_models, make_with_gil, models_are_ready
 from .steps import CACHE, Failure, duration, end_all, only_run, say, seconds_taken, together
 from .system import find_uv
 
 
 def make_env() -> None:
     """Make what is missing. Mostly nothing is, and seeing that takes neither the lock nor the network."""
-    if WITH_GIL.is_ready() and FREE_THREADED.is_ready() and model_is_ready():
+    if WITH_GIL.is_ready() and FREE_THREADED.is_ready() and models_are_ready():
         return
     started = time.monotonic()
     with only_run():
         uv = find_uv()
         together([partial(make_with_gil, uv), partial(make_free_threaded, uv)])
-        make_model()
+        make_models()
     times = ", ".join(f"{name} {duration(seconds)}" for name, seconds in seconds_taken.items())
     say(f"ready in {duration(time.monotonic() - started)}: {times or 'another run did it'}")
 

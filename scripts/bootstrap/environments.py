@@ -1,4 +1,4 @@
-"""The two virtual environments, the wheels built for one of them, and the default model."""
+"""The two virtual environments, the wheels built for one of them, and the built-in models that tests use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ import sys, ft_utils
 assert not sys._is_gil_enabled(), "an import turned the GIL on"
 """
 
-MODEL = "smollm2-135m-instruct"
+MODELS = ("smollm2-135m-instruct", "all-minilm-l6-v2")
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,13 @@ def build_wheel(uv: str, interpreter: Path, name: str, folder: Path) -> None:
         publish(work / "wheel", folder)
 
 
-def model_is_ready() -> bool:
-    return any((CACHE / "models").glob(f"{MODEL}-*"))
+def models_are_ready() -> bool:
+    return all(any((CACHE / "models").glob(f"{model}-*")) for model in MODELS)
 
 
-def make_model() -> None:
-    if model_is_ready():
+def make_models() -> None:
+    if models_are_ready():
         return
-    with Step("model", f"fetch and convert {MODEL}", "40 s") as step:
+    with Step("models", f"fetch and convert {' and '.join(MODELS)}", "40 s") as step:
         path_with_uv = f"{WITH_GIL.python.parent}{os.pathsep}{os.environ['PATH']}"
-        step.run(FREE_THREADED.python, "-X", "gil=0", "-m", "ftserve.engine.builtin", MODEL, PATH=path_with_uv)
+        step.run(FREE_THREADED.python, "-X", "gil=0", "-m", "ftserve.engine.builtin", *MODELS, PATH=path_with_uv)
