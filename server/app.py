@@ -17,11 +17,14 @@ from ftserve.server.chat import parse_chat, prepare_chat
 from ftserve.server.completions import prepare_completion
 from ftserve.server.cors import Cors
 from ftserve.server.embeddings import refuse_to_embed, refuse_to_generate, submit_embeddings
-from ftserve.server.exchange import Exchange
+from ftserve.server.exchange import Exchange, Headers
+from ftserve.server.generate import prepare_generate
 from ftserve.server.generation import Handle, Job
 from ftserve.server.media import LARGE_BODY_BYTES, MediaFront
 from ftserve.server.model import ServedModel
+from ftserve.server.openapi import openapi_json
 from ftserve.server.overview import Overview
+from ftserve.server.pages import HTML_HEADERS, read_page
 from ftserve.server.problems import DRAINING, JSON_HEADERS, LOADING, HttpError, Problem, problem_of
 from ftserve.server.responses import Responses
 from ftserve.server.tokenization import answer_detokenize, answer_tokenize
@@ -42,6 +45,7 @@ def _posts(model: ServedModel, responses: Responses) -> dict[str, Handle]:
         "/v1/chat/completions": prepare_chat,
         "/v1/completions": prepare_completion,
         "/v1/responses": responses.prepare,
+        "/inference/v1/generate": prepare_generate,
     }
     if model.embeds:
         posts = dict.fromkeys(posts, refuse_to_generate)
@@ -96,6 +100,9 @@ class App:
             "/load": self._load,
             "/version": self._version,
             "/v1/models": self._models,
+            "/openapi.json": partial(_constant, JSON_HEADERS, openapi_json()),
+            "/docs": partial(_constant, HTML_HEADERS, read_page("docs")),
+            "/": partial(_constant, HTML_HEADERS, read_page("index")),
         }
 
     def __call__(self, exchange: Exchange) -> None:
@@ -224,6 +231,10 @@ def _allow(method: str, *methods: str) -> None:
 
 def _truncated(exchange: Exchange) -> None:
     exchange.refuse(Problem(400, "invalid_request_error", "The body ended before it was whole.", code="truncated_body"))
+
+
+def _constant(headers: Headers, body: str, exchange: Exchange) -> None:
+    exchange.respond(200, headers, body)
 
 
 def _json(exchange: Exchange, content: Mapping[str, object]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ftserve.engine.errors import InvalidRequestError
 from ftserve.preprocess.tokens import ID_TYPECODE
 from ftserve.server.generation import GenerationWorker
+from ftserve.server.model import ServedModel
 
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
@@ -33,6 +34,11 @@ def token_ids_of(prompt: Prompt, worker: GenerationWorker, *, add_special_tokens
     for ids in prompts:
         if not ids:
             raise empty
-        if max(ids) >= worker.model.checkpoint.vocab_size:
-            raise InvalidRequestError("A token id is outside the model's vocabulary.", param=param)
+        check_ids(ids, worker.model, param=param)
     return prompts
+
+
+def check_ids(ids: Sequence[int], model: ServedModel, *, param: str) -> None:
+    """Raise InvalidRequestError if one of the ids, of which there are some, is none of the model's."""
+    if max(ids) >= model.checkpoint.vocab_size:
+        raise InvalidRequestError("A token id is outside the model's vocabulary.", param=param)

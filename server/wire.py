@@ -1,7 +1,7 @@
 """What clients send, as pydantic models. They are turned into `GenerationRequest`s and go no further.
 
 A field that is not here is ignored, as OpenAI's clients expect of fields they invent; a field of OpenAI's that we know
-and cannot honour yet is listed in `_NOT_YET` and refused unless it asks for nothing.
+and cannot honour yet is listed in `NOT_YET` and refused unless it asks for nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_TEMPLATE_CHARS = 2**18
 MAX_TOKEN_ID = 2**32 - 1
 MAX_COUNT = 2**31 - 1  # of tokens: far beyond every model, and a number that each library can hold
 
-_NOT_YET: dict[str, tuple[Any, ...]] = {  # field: values that ask for nothing
+NOT_YET: dict[str, tuple[Any, ...]] = {  # field: values that ask for nothing
     "functions": (None, []),
     "audio": (None,),
 }
@@ -45,6 +45,7 @@ class StreamOptions(BaseModel):
 
 TokenIdKey = Annotated[str, StringConstraints(pattern="^[0-9]{1,10}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # smaller is sooner
 StopString = Annotated[str, StringConstraints(min_length=1)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_COUNT)]  # `--max-logprobs` bounds it
@@ -87,15 +88,15 @@ class GenerationFields(BaseModel):
     timings: bool | None = False
     suffix: str | None = None  # refused, and `best_of` beyond `n`
     best_of: Annotated[int, Field(ge=1)] | None = None
-    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
 
     functions: Any = None
     audio: Any = None
 
     @model_validator(mode="after")
     def _check_together(self) -> GenerationFields:
-        for name in self.model_fields_set & _NOT_YET.keys():
-            if getattr(self, name) not in _NOT_YET[name]:
+        for name in self.model_fields_set & NOT_YET.keys():
+            if getattr(self, name) not in NOT_YET[name]:
                 raise InvalidRequestError(
                     f"'{name}' is not supported by this server yet.", param=name, code="unsupported_parameter"
                 )

@@ -22,6 +22,11 @@ from ftserve.preprocess.tokens import make_encoder
 TEXTS = ("A cat sits on the mat.", "Il gatto dorme.", "hi", "Kernel scheduling under memory pressure " * 8)
 
 
+def loaded(model: PreTrainedModel) -> PreTrainedModel:
+    model.eval()
+    return model
+
+
 @pytest.fixture(scope="module")
 def bert() -> PreTrainedModel:
     torch.manual_seed(0)
@@ -29,7 +34,7 @@ def bert() -> PreTrainedModel:
         vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=64,
     )  # fmt: skip
-    return BertModel(config, add_pooling_layer=False).eval()
+    return loaded(BertModel(config, add_pooling_layer=False))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,7 @@ def llama() -> PreTrainedModel:
         vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=64,
     )  # fmt: skip
-    return LlamaModel(config).eval()
+    return loaded(LlamaModel(config))
 
 
 def request(ids: list[int], index: int = 0, priority: int = 0) -> GenerationRequest:

@@ -101,7 +101,7 @@ def test_many_inputs_come_in_their_order(server: RunningServer) -> None:
         ({"dimensions": 385}, "dimensions"),
     ],
 )
-def test_a_bad_value_is_400_and_named(server: RunningServer, fields: dict[str, object], param: str) -> None:
+def test_a_bad_value_is_400_and_named(server: RunningServer, fields: dict[str, Any], param: str) -> None:
     assert refusal(server, **fields)["param"].partition(".")[0] == param
 
 
