@@ -29,10 +29,13 @@ class Answer(Protocol):
     """What an output thread writes: a `Reply`, or an `EmbeddingReply`. It alone touches it after the submit."""
 
     exchange: Exchange
-    times: RequestTimes
     error: BaseException | None
     is_done: bool
     flow: Callable[[int], bool] | None  # takes the token of an event that has nothing else; False if it does not
+
+    @property
+    def times(self) -> RequestTimes:
+        """Return the request's stamps; before `release`."""
 
     def feed(self, event: TokenEvent) -> bool:
         """Take an event; True if `flush` is to be called after the batch."""

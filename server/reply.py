@@ -78,7 +78,6 @@ class Reply:
         "exchange",
         "flow",
         "is_done",
-        "times",
     )
 
     def __init__(
@@ -93,7 +92,6 @@ class Reply:
         max_bytes: int,
     ) -> None:
         self.exchange = exchange
-        self.times = exchange.times
         self.engine = engine
         self.choices: list[Choice] = []
         self.cached_tokens = 0
@@ -310,6 +308,10 @@ class Reply:
         """
         for choice in self.choices:
             del choice.request
+
+    @property
+    def times(self) -> RequestTimes:
+        return self.choices[0].request.times
 
     def usage(self) -> Usage:
         reasoning = sum([c.rich.num_reasoning_tokens for c in self.choices if c.rich is not None])

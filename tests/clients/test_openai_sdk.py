@@ -122,6 +122,23 @@ def test_a_client_that_stops_reading_frees_its_sequence(null_server: RunningServ
 
 
 @pytest.mark.model
+def test_embeddings_are_the_same_as_floats_and_as_base64(tmp_path: Path) -> None:
+    """The SDK asks for base64 unless told otherwise."""
+    with (
+        RunningServer(tmp_path / "log", "all-minilm-l6-v2", "--torch-threads", "1") as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client,
+    ):
+        texts = ["A cat sits on the mat.", "Interest rates rose."]
+        usual = client.embeddings.create(model="all-minilm-l6-v2", input=texts)
+        floats = client.embeddings.create(model="all-minilm-l6-v2", input=texts, encoding_format="float", dimensions=8)
+        assert [len(item.embedding) for item in usual.data] == [384, 384]
+        assert [len(item.embedding) for item in floats.data] == [8, 8]
+        assert abs(sum(x * x for x in usual.data[0].embedding) - 1) < 1e-3
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model="all-minilm-l6-v2", messages=[{"role": "user", "content": "x"}])
+
+
+@pytest.mark.model
 def test_the_default_model_knows_the_capital_of_france(model_client: OpenAI) -> None:
     assert "Paris" in chat_text(model_client, FRANCE, temperature=0, max_tokens=24)
 
