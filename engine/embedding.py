@@ -81,7 +81,7 @@ class EmbeddingStepper:
         events = []
         for request, vector in zip(batch, vectors.numpy(), strict=True):
             request.times.first_token = request.times.finished = time.monotonic()
-            events.append(TokenEvent(request, (), FinishReason.STOP, embedding=vector))
+            events.append(TokenEvent(request, (), FinishReason.STOP, embedding=vector.tobytes()))
         return events
 
     def num_running(self) -> int:

@@ -116,6 +116,7 @@ def _is_one_token(event: TokenEvent) -> bool:
         and event.prompt_logprobs is None
         and event.stop_token_id is None
         and event.error is None
+        and event.embedding is None
     )
 
 

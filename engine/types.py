@@ -168,7 +168,7 @@ class TokenEvent:
     error: Exception | None = None  # with FinishReason.ERROR; an FtserveError when it may be shown
     logprobs: Sequence[TokenLogprobs] | None = None  # one for each of `token_ids`, if asked for
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # on the first event; the first token has None
-    embedding: NDArray[np.float32] | None = None  # [size]; on the only event of a request to an embedding model
+    embedding: bytes | None = None  # [size] of float32; on the only event of a request to an embedding model
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class EmbeddingReply:
                 if request is not event.request:
                     self._engine.cancel(request)
             return True
-        self._data[event.request.index] = self._write(event.request.index, event.embedding)
+        self._data[event.request.index] = self._write(event.request.index, np.frombuffer(event.embedding, np.float32))
         self._num_open -= 1
         return self._num_open == 0
 

@@ -7,6 +7,7 @@ import random
 from array import array
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModel, BertConfig, BertModel, LlamaConfig, LlamaModel, PreTrainedModel
@@ -174,7 +175,7 @@ def test_the_builtin_model_gives_what_its_files_say() -> None:
     for one in requests:
         stepper.add(one)
     events = [event for _ in requests if stepper.num_waiting() for event in stepper.step()]
-    ours = {event.request.index: torch.tensor(event.embedding) for event in events}
+    ours = {event.request.index: torch.tensor(np.frombuffer(event.embedding or b"", np.float32)) for event in events}
     model = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
     for one in requests:
         with torch.inference_mode():
