@@ -30,10 +30,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def tests_gil(session: nox.Session) -> None:
-    """Run the tests that talk to the server from outside, with the newest OpenAI SDK, on a Python with the GIL."""
-    if (ROOT / "tests" / "clients").exists():
-        options = ("--override-ini", "addopts=--import-mode=importlib --strict-markers")  # no pytest-benchmark here
-    session.run(str(WITH_GIL / "python"), "-m", "pytest", *options, "tests/clients", *session.posargs)
+    """Run the server as processes on a Python with the GIL: its own tests, and those with the newest OpenAI SDK."""
+    of_server = (f"tests/server/test_{name}.py" for name in ("processes", "api", "logprobs", "rich"))
+    paths = ("tests/clients", "tests/engine/test_messages.py", *of_server)
+    session.run(str(WITH_GIL / "python"), "-m", "pytest", *(session.posargs or paths))
 
 
 @nox.session
