@@ -28,6 +28,7 @@ IMPORTS = (
         "gguf",
         "granian",
         "hf_xet",
+        "httpcore",
         "httpx",
         "huggingface_hub",
         "jinja2",
@@ -75,7 +76,7 @@ def test_only_known_packages_turn_the_gil_on(module: str) -> None:
 
 def test_every_dependency_is_looked_at() -> None:
     """A dependency that nobody imports above could turn the GIL on unseen."""
-    names = {"pillow": "PIL", "pyzmq": "zmq"}
+    names = {"pillow": "PIL", "pyyaml": "yaml", "pyzmq": "zmq"}
     looked_at = {module.partition(".")[0] for module in IMPORTS}
     for requirement in importlib.metadata.requires("ftserve") or []:
         if "extra ==" in requirement:
