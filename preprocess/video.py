@@ -6,16 +6,16 @@ the rate varies. Decoding jumps over every group of pictures that no chosen fram
 
 from __future__ import annotations
 
-import io
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ftserve.engine.errors import FtserveError, InvalidRequestError, MediaError
+from ftserve.preprocess.containers import MOVIES, open_container, sniff
 
 if TYPE_CHECKING:
     import av
@@ -27,15 +27,9 @@ U8 = NDArray[np.uint8]
 DEFAULT_RATE = 24.0  # frames per second of what does not tell, as transformers assumes
 _MAX_PACKETS = 1 << 18
 
-_FORMATS = (  # (offset, signature, demuxer): one reader by what the file is; some others would open further files
-    (4, b"ftyp", "mov"),
-    (4, b"moov", "mov"),
-    (4, b"mdat", "mov"),
-    (4, b"wide", "mov"),
-    (4, b"free", "mov"),
-    (0, b"\x1a\x45\xdf\xa3", "matroska"),
+_SIGNATURES = (
+    *MOVIES,
     (8, b"AVI ", "avi"),
-    (0, b"OggS", "ogg"),
     (0, b"FLV\x01", "flv"),
     (0, b"\x00\x00\x01\xba", "mpeg"),
     (0, b"G", "mpegts"),
@@ -196,24 +190,10 @@ class VideoFile:
 
 
 def _open(data: bytes, limits: VideoLimits) -> InputContainer:
-    import av
-
-    demuxer = next((name for at, mark, name in _FORMATS if data[at : at + len(mark)] == mark), None)
-    if demuxer is None:
+    reader = sniff(data, _SIGNATURES)
+    if reader is None:
         raise MediaError("This is not a video in a format that is read: MP4, WebM, AVI, Ogg, FLV, MPEG, GIF, WebP.")
-    return av.open(
-        io.BytesIO(data),
-        "r",
-        format=demuxer,
-        options={"max_pixels": str(limits.max_pixels), "protocol_whitelist": "pipe"},
-        metadata_errors="ignore",
-        io_open=_refuse,
-    )
-
-
-def _refuse(*_: object) -> NoReturn:
-    """Keep a file from having others opened."""
-    raise PermissionError
+    return open_container(data, reader, {"max_pixels": str(limits.max_pixels)})
 
 
 def _video_stream(container: InputContainer) -> VideoStream:
