@@ -37,7 +37,7 @@ def test_cuda_gives_its_share_less_what_is_used_and_what_a_step_takes(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * gib, 80 * gib))
     monkeypatch.setattr(capacity, "_step_bytes", lambda model, tokens, rows: (tokens + rows) * 1000)
     config = EngineConfig(gpu_memory_utilization=0.9, max_num_batched_tokens=2000, max_num_seqs=100)
-    model: Any = SimpleNamespace(device=torch.device("cuda"))
+    model: Any = SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(sub_configs={}))
     assert capacity.cache_bytes(config, model) == pytest.approx(52 * gib - 2_200_000, abs=2)
 
 

@@ -60,13 +60,13 @@ def test_requests_without_a_common_prefix_are_spread_by_what_is_unfinished() -> 
 
 
 def test_a_conversation_stays_where_its_prefix_is_until_that_engine_is_far_busier() -> None:
-    router, _ = router_of(*(null_stepper(max_num_seqs=64, step_ms=5.0) for _ in range(2)))
+    router, _ = router_of(*(null_stepper(max_num_seqs=64, step_ms=50.0) for _ in range(2)))  # none ends on its own
     system, other = list(range(200)), list(range(500, 700))
     home = router.place(system)
-    router.submit(placed(router, other, max_tokens=900))
+    router.submit(placed(router, other, max_tokens=700))
     sent = []
     for turn in range(20):
-        request = placed(router, [*system, *range(300, 300 + turn)], max_tokens=900)
+        request = placed(router, [*system, *range(300, 300 + turn)], max_tokens=700)
         router.submit(request)
         sent.append(request.replica)
     assert sent[:4] == [home] * 4

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import struct
-import time
 import zlib
 from functools import cache
 from pathlib import Path
@@ -233,10 +232,8 @@ def too_large() -> dict[str, bytes]:
 @pytest.mark.parametrize("kind", ["png-1-bit", "png", "webp", "gif", "bytes"])
 def test_what_is_too_large_is_refused_from_its_header(kind: str, recwarn: pytest.WarningsRecorder) -> None:
     data = too_large()[kind]
-    began = time.perf_counter()
     with pytest.raises(InvalidRequestError, match="are allowed"):
         open_image(data, ImageLimits())
-    assert time.perf_counter() - began < 0.5
     assert not recwarn
 
 

@@ -12,7 +12,6 @@ from tests.server.serving import COMMAND, MODEL, NULL_ENGINE, RunningServer, env
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).with_name("ftserve")
-WITH_GIL = ROOT / ".venv-gil" / "bin" / "python"
 
 
 def run(*arguments: str, command: tuple[str, ...] = COMMAND, **env: str) -> subprocess.CompletedProcess[str]:
@@ -193,11 +192,3 @@ def test_sampling_defaults_and_the_template_can_be_the_operators(tmp_path: Path)
         messages = {"messages": [{"role": "user", "content": "Hello"}]}
         ids = server.http.post("/tokenize", json=messages).json()["tokens"]
         assert server.http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == "<Hello>"
-
-
-@pytest.mark.skipif(not WITH_GIL.exists(), reason="make env has made no environment with the GIL")
-def test_a_python_with_the_gil_is_told_so() -> None:
-    ended = run(command=(str(WITH_GIL), str(ROOT / "server" / "ftserve" / "__main__.py")))
-    line = error_of(ended, 2)
-    assert "has a GIL" in line
-    assert len(ended.stderr.splitlines()) == 1

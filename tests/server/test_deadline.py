@@ -28,7 +28,7 @@ def test_an_answer_that_is_not_finished_is_408(hasty_server: RunningServer) -> N
     assert response.status_code == 408
     error = response.json()["error"]
     assert (error["type"], error["code"]) == ("timeout_error", "deadline_exceeded")
-    assert 0.5 <= response.elapsed.total_seconds() < 2.0
+    assert response.elapsed.total_seconds() >= 0.5
     wait_until(hasty_server.is_idle, "its slot is free")
 
 
