@@ -28,8 +28,9 @@ from ftserve.engine.blocks import BlockPool
 from ftserve.engine.checkpoint import Checkpoint, resolve
 from ftserve.engine.config import EngineConfig
 from ftserve.engine.grammar import GrammarCompiler
-from ftserve.engine.sampler import Sampler
+from ftserve.engine.sampler import Sampler, TokenReading
 from ftserve.engine.scheduler import Scheduler, StepPlan
+from ftserve.engine.simulated import SimulatedStepper
 from ftserve.engine.torch_stepper import TorchStepper, default_threads
 from ftserve.engine.types import GenerationRequest, SamplingParams
 from ftserve.preprocess.tokens import make_encoder
@@ -55,7 +56,7 @@ def prompts(checkpoint: Checkpoint, count: int, words: int, seed: int) -> list[a
 
 
 def decode(
-    stepper: ContinuousBatcher[torch.Tensor],
+    stepper: ContinuousBatcher[torch.Tensor, TokenReading],
     batch: list[array[int]],
     steps: int,
     clock: Callable[[], float] = time.perf_counter,
@@ -75,7 +76,7 @@ def decode(
     return Decode(len(batch), 1e3 * step, len(batch) / step)
 
 
-def sampling_ms(checkpoint: Checkpoint, stepper: ContinuousBatcher[torch.Tensor], steps: int) -> dict[str, float]:
+def sampling_ms(checkpoint: Checkpoint, stepper: TorchStepper, steps: int) -> dict[str, float]:
     """Return milliseconds of CPU of a step of 32 sequences by what is asked of it, the best of interleaved rounds."""
     name = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["n"]}
     grammars = GrammarCompiler(
@@ -95,7 +96,7 @@ def sampling_ms(checkpoint: Checkpoint, stepper: ContinuousBatcher[torch.Tensor]
     return found
 
 
-def prefill_rate(stepper: ContinuousBatcher[torch.Tensor], batch: list[array[int]]) -> float:
+def prefill_rate(stepper: TorchStepper, batch: list[array[int]]) -> float:
     """Return prompt tokens per second, one token generated for each prompt."""
     for prompt in batch:
         stepper.add(request(prompt, 1))
@@ -161,7 +162,7 @@ def continuous_batching_rate(checkpoint: Checkpoint, batch: list[array[int]], ne
     return sum(len(output.generated_tokens) for output in outputs.values()) / seconds
 
 
-def longest_gap_ms(stepper: ContinuousBatcher[torch.Tensor], running: list[array[int]], long: array[int]) -> float:
+def longest_gap_ms(stepper: TorchStepper, running: list[array[int]], long: array[int]) -> float:
     """Return the longest time between two tokens of running streams while a long prompt is taken in."""
     for prompt in running:
         stepper.add(request(prompt, 1000))
@@ -180,7 +181,7 @@ def longest_gap_ms(stepper: ContinuousBatcher[torch.Tensor], running: list[array
     return 1e3 * gap
 
 
-def first_token(stepper: ContinuousBatcher[torch.Tensor], prompt: array[int]) -> tuple[float, int]:
+def first_token(stepper: TorchStepper, prompt: array[int]) -> tuple[float, int]:
     """Return seconds to the first token of a prompt on an idle engine, and how many of its tokens were cached."""
     stepper.add(request(prompt, 1))
     began = time.perf_counter()
@@ -195,7 +196,7 @@ class NoModel:
     def __init__(self, vocab_size: int) -> None:
         self._logits = torch.randn(256, vocab_size)
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
+    def run(self, plan: StepPlan, _unread: TokenReading | None) -> torch.Tensor:
         return self._logits[: len(plan.sampled())].clone()
 
     def clear(self, blocks: list[int]) -> None:
@@ -216,7 +217,23 @@ def own_work_us(batch: int, steps: int) -> float:
     return 1e3 * decode(stepper, [array("I", range(1, 200))] * batch, steps).step_ms
 
 
-def print_steps(checkpoint: Checkpoint, stepper: ContinuousBatcher[torch.Tensor], steps: int) -> None:
+def idle_share(batch: int, steps: int, *, is_asynchronous: bool) -> float:
+    """Return the share of the time in which a simulated H200 has nothing to do, while so many sequences decode."""
+    config = EngineConfig(
+        kind="simulated", max_num_seqs=batch, max_num_batched_tokens=8192, async_scheduling=is_asynchronous
+    )
+    stepper = SimulatedStepper(config, range(100), vocab_size=1000, max_model_len=4096)
+    for _ in range(batch):
+        stepper.add(request(range(1, 150), steps + 8))
+    while len(stepper.step()) < batch:
+        pass
+    busy, began = stepper.device_seconds(), time.perf_counter()
+    for _ in range(steps):
+        stepper.step()
+    return 1.0 - (stepper.device_seconds() - busy) / (time.perf_counter() - began)
+
+
+def print_steps(checkpoint: Checkpoint, stepper: TorchStepper, steps: int) -> None:
     for batch in (1, 8, 32):
         result = decode(stepper, prompts(checkpoint, batch, 150, batch), steps)
         floor = products_ms(checkpoint, batch)
@@ -230,9 +247,13 @@ def print_steps(checkpoint: Checkpoint, stepper: ContinuousBatcher[torch.Tensor]
     print(f"prefill: {prefill_rate(stepper, prompts(checkpoint, 16, 300, 99)):.0f} tok/s")
     for batch in (32, 256):
         print(f"scheduling, sampling and events of {batch:3} sequences: {own_work_us(batch, steps):6.0f} us a step")
+    at_once, queued = (idle_share(256, 8 * steps, is_asynchronous=queues) for queues in (False, True))
+    print(
+        f"a simulated H200 with 256 sequences waits {at_once:.1%} of the time; with its next step queued {queued:.1%}"
+    )
 
 
-def print_peers(checkpoint: Checkpoint, stepper: ContinuousBatcher[torch.Tensor]) -> None:
+def print_peers(checkpoint: Checkpoint, stepper: TorchStepper) -> None:
     batch32 = prompts(checkpoint, 32, 150, 32)
     began, made = time.perf_counter(), 32 * 128
     for prompt in batch32:
@@ -245,7 +266,7 @@ def print_peers(checkpoint: Checkpoint, stepper: ContinuousBatcher[torch.Tensor]
     print(f"the same by transformers' continuous batching: {rate:.0f} tok/s")
 
 
-def print_prompts(checkpoint: Checkpoint, stepper: ContinuousBatcher[torch.Tensor], config: EngineConfig) -> None:
+def print_prompts(checkpoint: Checkpoint, stepper: TorchStepper, config: EngineConfig) -> None:
     (text,) = prompts(checkpoint, 1, 4500, 7)
     running, long = prompts(checkpoint, 16, 150, 16), text[:4000]
     gap = longest_gap_ms(stepper, running, long)

@@ -1,5 +1,14 @@
 """Continuous batching: schedule, run, sample, hand out. Engine thread only.
 
+A device that works behind our back, as CUDA does, is given its next step before the tokens of the last one are read, so
+that it never waits for us: they stay on the device as that step's input. In the order of one `step`:
+
+    plan step k · queue its model run · read the tokens of step k-1 · queue the sampling of step k · return k-1's events
+
+Sampling comes after the reading since masks of grammars, bad words and penalties are made from the tokens before;
+the device is busy with the model meanwhile. A sequence that turns out to have ended is one step too long in the queue,
+and what comes of that is dropped. Its blocks may be given away at once: the device does one thing after another.
+
 No torch: what the runner returns goes to the sampler as it is, so that a device which only keeps time does without.
 """
 
@@ -8,12 +17,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ftserve.engine.errors import EngineRequestError, FtserveError, InvalidRequestError, RequestTooLongError
 from ftserve.engine.media import MediaPreparer, PromptMedia
-from ftserve.engine.scheduler import Scheduler, SchedulerStatistics, StepPlan
-from ftserve.engine.sequence import Sequence
+from ftserve.engine.scheduler import Scheduler, SchedulerStatistics, ScoredChunk, StepPlan
+from ftserve.engine.sequence import Sequence, SequenceState
 from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
 
 log = logging.getLogger("ftserve.engine")
@@ -21,13 +31,18 @@ log = logging.getLogger("ftserve.engine")
 L = TypeVar("L")
 L_co = TypeVar("L_co", covariant=True)
 L_contra = TypeVar("L_contra", contravariant=True)
+R = TypeVar("R", bound="Reading")
+R_co = TypeVar("R_co", bound="Reading", covariant=True)
+R_contra = TypeVar("R_contra", bound="Reading", contravariant=True)
 
 
-class Runner(Protocol[L_co]):
+class Runner(Protocol[L_co, R_contra]):
     """What computes logits; `ModelRunner`, or something without a model."""
 
-    def run(self, plan: StepPlan) -> L_co:
+    def run(self, plan: StepPlan, unread: R_contra | None) -> L_co:
         """Return logits: a row for each of `plan.sampled()`, then those of `plan.scored()`.
+
+        `unread` has the last tokens of those sequences that are `is_unread`, each at its `row`.
 
         Raises:
             MemoryError: the device has not enough memory for this step.
@@ -45,40 +60,60 @@ class Sampled(NamedTuple):
     failures: Mapping[int, FtserveError] = {}  # by place in the batch: why there is no token, where it is the request's
 
 
-class TokenSampler(Protocol[L_contra]):
+class Reading(Protocol):
+    """A step's results, which the device may not have yet."""
+
+    def read(self) -> Sampled:
+        """Wait for the device and return them, once. `prompt_logprobs` of the scored sequences have grown then."""
+
+
+class TokenSampler(Protocol[L_contra, R_co]):
     """What chooses tokens from a runner's logits."""
 
     def prepare(self, sequences: list[Sequence]) -> None:
         """Begin, before the device does, what `sample` will need for these sequences."""
 
-    def sample(self, logits: L_contra, sequences: list[Sequence]) -> Sampled:
-        """Choose a token for each sequence."""
-
-    def score_prompts(self, logits: L_contra, chunks: list[tuple[Sequence, int]]) -> None:
-        """Add to `prompt_logprobs` of each sequence of `plan.scored()` how likely its next prompt tokens were."""
+    def sample(self, logits: L_contra, sequences: list[Sequence], scored: list[ScoredChunk]) -> R_co:
+        """Choose a token for each sequence, and look at how likely the prompt tokens of `plan.scored()` were."""
 
     def close(self) -> None:
         """Release what was taken."""
 
 
-class ContinuousBatcher(Generic[L]):
+@dataclass(frozen=True, slots=True)
+class Flight(Generic[R]):
+    """A step that the device has been given."""
+
+    sequences: list[Sequence]  # that get a token from it
+    reading: R
+    began: float  # time.monotonic()
+
+
+class ContinuousBatcher(Generic[L, R]):
     """A `Stepper` out of a scheduler, a runner and a sampler."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner[L],
-        sampler: TokenSampler[L],
+        runner: Runner[L, R],
+        sampler: TokenSampler[L, R],
         *,
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
         media: MediaPreparer | None = None,
+        is_asynchronous: bool = False,
     ) -> None:
-        """Take the parts; without `media` requests that show any are refused."""
+        """Take the parts; without `media` requests that show any are refused.
+
+        `is_asynchronous`: queue a step before the tokens of the one before it are read.
+        """
         self.scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
+        self._is_asynchronous = is_asynchronous
+        self._flight: Flight[R] | None = None  # queued and not read yet
+        self._landed_at = 0.0  # time.monotonic()
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_ids = eos_token_ids
@@ -111,24 +146,32 @@ class ContinuousBatcher(Generic[L]):
 
     def step(self) -> list[TokenEvent]:
         plan = self.scheduler.schedule()
+        before, self._flight = self._flight, None
         if plan.is_empty:
-            return []
+            return self._land(before)
         began = self._stamp_scheduled(plan)
-        sampled = plan.sampled()
-        self._sampler.prepare(sampled)
+        sampled, scored = plan.sampled(), plan.scored()
+        if before is None:
+            self._sampler.prepare(sampled)
         try:
-            logits = self._runner.run(plan)
-            if scored := plan.scored():
-                self._sampler.score_prompts(logits, scored)
+            logits = self._runner.run(plan, None if before is None else before.reading)
         except MemoryError as exc:
             self.scheduler.abandon(plan)
+            events = self._land(before)
             if not plan.prefills:
                 raise
-            return [self._blame(plan, exc)]
+            return [*events, self._blame(plan, exc)]
         self.scheduler.advance(plan)
-        result = self._sampler.sample(logits, sampled) if sampled else Sampled([])
-        self._device_s += time.monotonic() - began
-        return self._commit(sampled, result)
+        events = self._land(before)
+        if before is not None:
+            self._sampler.prepare(sampled)
+        flight = Flight(sampled, self._sampler.sample(logits, sampled, scored), began)
+        if not self._is_asynchronous:
+            return self._land(flight)
+        for row, sequence in enumerate(sampled):
+            sequence.is_unread, sequence.row = True, row
+        self._flight = flight
+        return events
 
     def num_running(self) -> int:
         return len(self.scheduler.running)
@@ -182,17 +225,32 @@ class ContinuousBatcher(Generic[L]):
                 times.scheduled = now
         return now
 
-    def _commit(self, sequences: list[Sequence], sampled: Sampled) -> list[TokenEvent]:
-        """Give each sequence its token and return the events, in the order of the sequences."""
+    def _land(self, flight: Flight[R] | None) -> list[TokenEvent]:
+        """Read what a step has brought, give each sequence its token and return the events, in their order."""
+        if flight is None:
+            return []
+        sampled = flight.reading.read()
         now = time.monotonic()
+        self._device_s += now - max(flight.began, self._landed_at)
+        self._landed_at = now
+        events = self._commit(flight.sequences, sampled, now)
+        self.scheduler.settle()
+        return events
+
+    def _commit(self, sequences: list[Sequence], sampled: Sampled, now: float) -> list[TokenEvent]:
         events = []
         for row, (sequence, token) in enumerate(zip(sequences, sampled.tokens, strict=True)):
+            if sequence.state is SequenceState.ENDED:  # while the device worked
+                continue
+            sequence.is_unread = False
             request = sequence.request
             if token is None:
                 events.append(self._end_without_token(sequence, sampled.failures.get(row)))
                 continue
             reason = sequence.append(token)
             event = TokenEvent(request, (token,))
+            if (logprobs := sampled.logprobs.get(row)) is not None:
+                event.logprobs = (logprobs,)
             if sequence.output_len == 1:
                 request.times.first_token = now
                 event.num_cached_tokens = sequence.num_cached
@@ -205,9 +263,6 @@ class ContinuousBatcher(Generic[L]):
                 del self._sequences[request]
                 self.scheduler.remove(sequence)
             events.append(event)
-        for row, logprobs in sampled.logprobs.items():
-            if events[row].token_ids:
-                events[row].logprobs = (logprobs,)
         return events
 
     def _blame(self, plan: StepPlan, cause: Exception) -> TokenEvent:

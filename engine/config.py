@@ -29,6 +29,7 @@ class EngineConfig:
     max_num_batched_tokens: int = STEP_SIZES["torch"][1]  # prefill tokens a step
     kv_cache_gb: float | None = None  # None: 2 of RAM on the CPU, what is free on CUDA
     gpu_memory_utilization: float = 0.9  # share of a CUDA device's memory that we may use
+    async_scheduling: bool = True  # queue a device's next step before the tokens of the last one are read
     cuda_graphs: bool = True  # replay decode steps on CUDA instead of launching them kernel by kernel
     encoder_cache_gb: float = 0.5  # memory for what vision towers made of images
     torch_threads: int | None = None  # CPU threads of the model's operators; None: the CPUs that we may use, less one

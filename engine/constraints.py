@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ftserve.engine.errors import EngineRequestError, FtserveError, InvalidRequestError
-from ftserve.engine.sequence import Sequence
+from ftserve.engine.sequence import Sequence, SequenceState
 from ftserve.engine.threads import name_this_thread
+from ftserve.engine.transfer import upload
 from ftserve.engine.types import SamplingParams
 
 log = logging.getLogger("ftserve.engine")
@@ -47,6 +48,7 @@ class Constraints:
         self._known: dict[int, Constrained] = {}  # of the batch, by arrival
         self._guides: list[Guide] = []
         self._applier = MaskApplier(vocab_size, device)
+        self._minus_infinity = torch.full((), float("-inf"), device=device)
         self._pool: ThreadPoolExecutor | None = None  # made for the first grammar
         self._masks: list[Future[None]] = []
 
@@ -102,8 +104,8 @@ class Constraints:
         if rows:
             self._applier.apply(logits, rows, masks)
         if banned:
-            where = torch.tensor(banned, device=self._device).unbind(-1)
-            logits[where] = float("-inf")
+            rows_of, ids = upload(np.array(banned, np.int64).T.copy(), self._device)
+            logits.index_put_((rows_of, ids), self._minus_infinity)
 
     def failure(self, row: int) -> FtserveError | None:
         """Return why a sequence got no token, as far as its constraints are the reason."""
@@ -202,7 +204,7 @@ class Guide:
 
     def advance(self) -> None:
         """Follow the tokens that came since the last time and make the mask for the next; nothing is raised."""
-        if self.error is not None:
+        if self.error is not None or self._sequence.state is SequenceState.ENDED:
             return
         began = time.thread_time()
         try:
@@ -275,7 +277,7 @@ class MaskApplier:
             np.add(logits[row], addend, out=logits[row])
 
     def _fill(self, logits: Tensor, rows: list[int], masks: list[np.ndarray]) -> None:
-        packed = torch.from_numpy(np.stack(masks)).to(self._device, non_blocking=True)
+        packed = upload(np.stack(masks), self._device)
         is_allowed = ((packed[:, :, None] >> self._shifts) & 1).flatten(1)[:, : self._vocab_size] != 0
-        index = torch.tensor(rows, device=self._device)
+        index = upload(np.array(rows, np.int64), self._device)
         logits[index] = logits[index].masked_fill(~is_allowed, float("-inf"))

@@ -2,7 +2,8 @@
 
 A transformers model launches some hundred kernels a layer stack from Python, which takes longer than the device needs
 for a decode step. A graph replays them with the addresses it was captured with, so the inputs of a step are copied into
-tensors that stay, and a batch smaller than its graph is filled up with rows that decode into the null block.
+tensors that stay, and a batch smaller than its graph is filled up with rows that decode into the null block. The host's
+side of them there is twice: one may still be on its way while the next step's is written.
 
 It has not run on hardware. Capturing and replaying are the only parts that the tests replace (`Capture`); at start each
 graph is compared with the plain model, and the engine does without, with a warning, where one differs or fails.
@@ -58,6 +59,30 @@ class _Graph:
     logits: Tensor  # [size, vocabulary]; overwritten by each replay
 
 
+class _HostInputs:
+    """A step's inputs on the host, from where the device fetches them."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, *, is_pinned: bool) -> None:
+        self.numbers = torch.zeros(3, max_num_seqs, dtype=torch.int64, pin_memory=is_pinned)
+        self.tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, pin_memory=is_pinned)
+        self._fill_up(0, max_num_seqs)
+
+    def fill(self, token_ids: np.ndarray, positions: np.ndarray, tables: np.ndarray, size: int) -> None:
+        """Write a step of N decodes for a graph of `size`; see `DecodeGraphs.run`."""
+        count, longest = tables.shape
+        numbers = self.numbers.numpy()
+        numbers[0, :count], numbers[1, :count], numbers[2, :count] = token_ids, positions, positions + 1
+        self.tables.numpy()[:count, :longest] = tables
+        self._fill_up(count, size)
+
+    def _fill_up(self, begin: int, end: int) -> None:
+        """Make rows decode token 0 as the first of the null block."""
+        numbers = self.numbers.numpy()
+        numbers[:2, begin:end] = 0
+        numbers[2, begin:end] = 1
+        self.tables.numpy()[begin:end] = 0
+
+
 class DecodeGraphs:
     """The graphs of one model over one cache. Engine thread only."""
 
@@ -77,47 +102,44 @@ class DecodeGraphs:
         Raises:
             RuntimeError: the model cannot be captured, or a graph computes something else than the model.
         """
-        pinned = device.type == "cuda"
         self._cache = cache
         self._kernel = kernel
-        # A step's ids, positions and lengths; on the host, where the step writes them, and on the device.
-        self._host_numbers = torch.zeros(3, max_num_seqs, dtype=torch.int64, pin_memory=pinned)
-        self._host_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, pin_memory=pinned)
-        self._numbers = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
-        self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
-        self._fill_up(0, max_num_seqs)
-        self._numbers.copy_(self._host_numbers)
+        self._host_inputs = [_HostInputs(max_num_seqs, max_blocks, is_pinned=device.type == "cuda") for _ in range(2)]
+        self._turn = 0
+        # A step's ids, positions and lengths, and its block tables.
+        self._numbers = self._host_inputs[0].numbers.to(device, copy=True)
+        self._tables = self._host_inputs[0].tables.to(device, copy=True)
         self._graphs: list[_Graph] = []  # by ascending size
         for size in reversed(bucket_sizes(max_num_seqs)):
             self._graphs.insert(0, self._make(size, forward, capture))
 
     @torch.inference_mode()
-    def run(self, token_ids: np.ndarray, positions: np.ndarray, tables: np.ndarray) -> Tensor:
+    def run(
+        self,
+        token_ids: np.ndarray,
+        positions: np.ndarray,
+        tables: np.ndarray,
+        patch: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """Return logits [N, vocabulary] of a step of N decodes, valid until the next step.
 
         Args:
             token_ids: int64 [N]
             positions: int64 [N], of these tokens in their sequences
             tables: int32 [N, longest]; blocks of each sequence
+            patch: which of the ids the device knows better, and what they are, int64 [U] each
         """
         count, longest = tables.shape
         graph = next(graph for graph in self._graphs if graph.size >= count)
-        numbers = self._host_numbers.numpy()
-        numbers[0, :count], numbers[1, :count], numbers[2, :count] = token_ids, positions, positions + 1
-        self._host_tables.numpy()[:count, :longest] = tables
-        self._fill_up(count, graph.size)
-        size = graph.size
-        self._numbers[:, :size].copy_(self._host_numbers[:, :size], non_blocking=True)
-        self._tables[:size, :longest].copy_(self._host_tables[:size, :longest], non_blocking=True)
+        size, inputs = graph.size, self._host_inputs[self._turn]
+        self._turn = 1 - self._turn
+        inputs.fill(token_ids, positions, tables, size)
+        self._numbers[:, :size].copy_(inputs.numbers[:, :size], non_blocking=True)
+        self._tables[:size, :longest].copy_(inputs.tables[:size, :longest], non_blocking=True)
+        if patch is not None:
+            self._numbers[0].index_copy_(0, *patch)
         graph.replay()
         return graph.logits[:count]
-
-    def _fill_up(self, begin: int, end: int) -> None:
-        """Make rows of the host's tensors decode token 0 as the first of the null block."""
-        numbers = self._host_numbers.numpy()
-        numbers[:2, begin:end] = 0
-        numbers[2, begin:end] = 1
-        self._host_tables.numpy()[begin:end] = 0
 
     @torch.inference_mode()
     def _make(self, size: int, forward: Forward, capture: Capture) -> _Graph:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ftserve.engine.sequence import Sequence
+from ftserve.engine.transfer import upload
 from ftserve.engine.types import SamplingParams
 
 
@@ -47,7 +50,8 @@ class Adjustments:
         if self._short:
             self._short = [(row, s) for row, s in self._short if s.must_go_on]
             for row, sequence in self._short:
-                logits[row, list(sequence.stop_ids)] = float("-inf")
+                stops = self._upload((k for k in sequence.stop_ids if 0 <= k < self._vocab_size), np.int64)
+                logits[row].index_fill_(0, stops, float("-inf"))
         if self._penalties is not None:
             self._penalties.apply(logits)
 
@@ -61,8 +65,10 @@ class Adjustments:
         if not entries:
             return None
         rows, ids, values = zip(*entries, strict=True)
-        device = self._device
-        return torch.tensor(rows, device=device), torch.tensor(ids, device=device), torch.tensor(values, device=device)
+        return self._upload(rows, np.int64), self._upload(ids, np.int64), self._upload(values, np.float32)
+
+    def _upload(self, values: Iterable[float], dtype: type[np.generic]) -> Tensor:
+        return upload(np.array([*values], dtype), self._device)
 
 
 class Said:
@@ -125,4 +131,4 @@ class Penalties:
         logits[rows, ids] = own - counts * frequency - (counts > 0) * presence
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return upload(array, self._device)

@@ -13,7 +13,10 @@ from ftserve.engine.attention import PagedBatch, PromptChunk
 from ftserve.engine.graphs import Capture, DecodeGraphs, capture_on_cuda
 from ftserve.engine.kernels import DecodeKernel
 from ftserve.engine.kv_cache import KVCache
+from ftserve.engine.sampler import TokenReading
 from ftserve.engine.scheduler import StepPlan
+from ftserve.engine.sequence import Sequence
+from ftserve.engine.transfer import upload
 
 log = logging.getLogger("ftserve.engine")
 
@@ -57,33 +60,37 @@ class ModelRunner:
             log.warning("decode steps run without CUDA graphs: %s", exc)
         self._cache.clear([0])  # captures wrote into the null block, which is never read without a mask
 
-    def run(self, plan: StepPlan) -> Tensor:
-        """Compute the step and return logits, in the model's dtype, [number of `plan.sampled()`, vocabulary].
+    def run(self, plan: StepPlan, unread: TokenReading | None) -> Tensor:
+        """Queue the step and return logits, in the model's dtype: rows for `plan.sampled()`, then `plan.scored()`.
 
         Raises:
             MemoryError: the device has not enough memory for this step.
         """
         try:
-            return self._run(plan)
+            return self._run(plan, unread)
         except RuntimeError as exc:
             if is_out_of_memory(exc):
                 raise MemoryError from exc
             raise
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> Tensor:
+    def _run(self, plan: StepPlan, unread: TokenReading | None) -> Tensor:
         for sequence in plan.regrown:  # first of all: a plan is told only once, even if what follows fails
             self._tables[sequence.slot, : len(sequence.blocks)] = sequence.blocks
         token_ids, positions = self._tokens(plan)
+        patch = None if unread is None else self._unread_tokens(plan.decodes, unread)
         if self._graphs is not None and not plan.prefills:
             tables = self._decode_tables([sequence.slot for sequence in plan.decodes], positions + 1)
-            return self._graphs.run(token_ids, positions, tables)
-        return self._compute(plan, token_ids, positions)
+            return self._graphs.run(token_ids, positions, tables, patch)
+        ids = self._upload(token_ids)
+        if patch is not None:
+            ids.index_copy_(0, *patch)
+        return self._compute(plan, ids, positions)
 
-    def _compute(self, plan: StepPlan, token_ids: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Return the logits of the step; ids and positions (indices in their sequences) are [T]."""
+    def _compute(self, plan: StepPlan, token_ids: Tensor, positions: np.ndarray) -> Tensor:
+        """Return the logits of the step; ids and positions (indices in their sequences) are int64 [T]."""
         return self._forward(
-            self._upload(token_ids)[None],
+            token_ids[None],
             self._upload(positions)[None],
             self._paged_batch(plan, positions),
             self._upload(self._rows_to_keep(plan)),
@@ -104,7 +111,15 @@ class ModelRunner:
             self._cache.clear(blocks)
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return upload(array, self._device)
+
+    def _unread_tokens(self, decodes: list[Sequence], unread: TokenReading) -> tuple[Tensor, Tensor] | None:
+        """Return which tokens of the flat batch only the device knows, and their ids, int64 [U] each."""
+        places = [(at, sequence.row) for at, sequence in enumerate(decodes) if sequence.is_unread]
+        if not places:
+            return None
+        index, rows = self._upload(np.array(places, np.int64).T.copy())
+        return index, unread.chosen[rows]
 
     def _tokens(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and positions of the flat batch, int64 [T] each."""

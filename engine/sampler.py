@@ -12,7 +12,8 @@ ties cannot make a result depend on the batch either.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +23,11 @@ from torch import Tensor
 from ftserve.engine.batcher import Sampled
 from ftserve.engine.constraints import Constraints
 from ftserve.engine.errors import FtserveError
-from ftserve.engine.logprobs import ScoredRows, score_prompts
+from ftserve.engine.logprobs import Likelihoods, PromptScores, ScoredRows, score_prompts
 from ftserve.engine.penalties import Adjustments
+from ftserve.engine.scheduler import ScoredChunk
 from ftserve.engine.sequence import Sequence
+from ftserve.engine.transfer import Readback, upload
 
 GREEDY_BELOW = 1e-5  # smaller temperatures would overflow float32, and are greedy for all that can be seen
 _FIRST_CANDIDATES = 64  # largest weights that top-p looks at
@@ -40,6 +43,51 @@ def uniform(seed: int, choice: int, index: int) -> float:
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
         x ^= x >> 31
     return (x >> 11) * 2.0**-53
+
+
+class TokenReading:
+    """The tokens that one step has chosen; `chosen` may serve as the next one's input before they are read."""
+
+    def __init__(
+        self,
+        largest: Tensor,
+        chosen: Tensor,
+        likelihoods: tuple[list[int], Likelihoods] | None,
+        prompts: list[PromptScores],
+        failure_of: Callable[[int], FtserveError | None],
+    ) -> None:
+        """Start to fetch them.
+
+        Args:
+            largest: float32 [S], of each row of the logits
+            chosen: int64 [S], token ids
+            likelihoods: of some rows, and which these are
+            prompts: what the step has found out about prompt tokens
+            failure_of: tells why nothing may follow in a row; asked until the sampler is given another batch
+        """
+        self.chosen = chosen
+        self._readback = Readback((largest, chosen), chosen.device)
+        self._likelihoods = likelihoods
+        self._prompts = prompts
+        self._failure_of = failure_of
+
+    def read(self) -> Sampled:
+        """Wait for the device and return them, once."""
+        largest, tokens = self._readback.wait()
+        failures: dict[int, FtserveError] = {}
+        # NaN wins every maximum; an infinite one means that nothing may follow, or an overflow.
+        for row, value in enumerate(largest):
+            if value - value != 0.0:
+                tokens[row] = None
+                if value < 0.0 and (failure := self._failure_of(row)) is not None:
+                    failures[row] = failure
+        for scores in self._prompts:
+            scores.tell()
+        logprobs = {}
+        if self._likelihoods is not None:
+            rows, likelihoods = self._likelihoods
+            logprobs = dict(zip(rows, likelihoods.tell(), strict=True))
+        return Sampled(tokens, logprobs, failures)
 
 
 class Sampler:
@@ -60,36 +108,31 @@ class Sampler:
         self._constraints.start()
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> Sampled:
-        """Choose a token for each sequence from its row of `logits` [at least S, vocabulary].
+    def sample(self, logits: Tensor, sequences: list[Sequence], scored: Several[ScoredChunk] = ()) -> TokenReading:
+        """Choose a token for each sequence from its row of `logits`, and look at prompt tokens by the rows behind.
 
-        Logits that are float32 may be overwritten.
+        Args:
+            logits: [S + the sum of the chunks' counts, vocabulary], any float type; float32 may be overwritten
+            sequences: S of them
+            scored: what the other rows are for
         """
+        prompts = score_prompts(logits[len(sequences) :], scored) if scored else []
+        if not sequences:
+            nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+            return TokenReading(nothing, nothing, None, prompts, self._constraints.failure)
         self._describe(sequences)
         self._constraints.finish()
         logits = self._widen(logits[: len(sequences)])
-        scored = self._scored
+        wanting = self._scored
         is_changed = not (self._adjustments.is_idle and self._constraints.is_idle)
-        raw = None if scored is None else scored.take(logits, copy=is_changed)
+        raw = None if wanting is None else wanting.take(logits, copy=is_changed)
         self._adjustments.apply(logits)
         self._constraints.apply(logits)
         largest, chosen = _find_largest(logits)
         if self._draws is not None:
             chosen.index_copy_(0, self._draws.rows, self._draws.draw(logits))
-        tokens: list[int | None] = chosen.tolist()
-        failures: dict[int, FtserveError] = {}
-        # NaN wins every maximum; an infinite one means that nothing may follow, or an overflow.
-        for row, value in enumerate(largest.tolist()):
-            if value - value != 0.0:
-                tokens[row] = None
-                if value < 0.0 and (failure := self._constraints.failure(row)) is not None:
-                    failures[row] = failure
-        return Sampled(tokens, {} if scored is None or raw is None else scored.score(raw, chosen), failures)
-
-    @torch.inference_mode()
-    def score_prompts(self, logits: Tensor, chunks: list[tuple[Sequence, int]]) -> None:
-        """Note how likely prompt tokens were; their rows are the last ones of `logits`."""
-        score_prompts(logits[len(logits) - sum(count for _, count in chunks) :], chunks)
+        likelihoods = None if wanting is None or raw is None else (wanting.rows, wanting.measure(raw, chosen))
+        return TokenReading(largest, chosen, likelihoods, prompts, self._constraints.failure)
 
     def _describe(self, sequences: list[Sequence]) -> None:
         key = tuple([sequence.arrival for sequence in sequences])
@@ -148,11 +191,13 @@ class Draws:
 
         def column(values: Iterable[float], off: float) -> Tensor | None:
             values = list(values)
-            return None if all(v == off for v in values) else torch.tensor(values, device=device)[:, None]
+            if all(v == off for v in values):
+                return None
+            return upload(np.array(values, np.int64 if isinstance(off, int) else np.float32), device)[:, None]
 
         return cls(
             sequences=[s for _, s in drawn],
-            rows=torch.tensor([row for row, _ in drawn], device=device),
+            rows=upload(np.array([row for row, _ in drawn], np.int64), device),
             is_everything=len(drawn) == len(sequences),
             temperature=column((p.temperature for p in params), off=1.0),
             min_p=column((p.min_p for p in params), off=0.0),
@@ -175,7 +220,24 @@ class Draws:
         return _pick(weights, [uniform(s.seed, s.request.index, s.output_len) for s in self.sequences])
 
     def _threshold(self, weights: Tensor) -> Tensor:
-        """Return the smallest weight, float32 [R, 1], that passes top-k and top-p, looking at few of the largest."""
+        """Return a weight, float32 [R, 1]: those at least as large pass top-k and top-p."""
+        return self._search_threshold(weights) if weights.device.type == "cpu" else self._bisect_threshold(weights)
+
+    def _bisect_threshold(self, weights: Tensor) -> Tensor:
+        """Return it without looking at anything on the host, which would wait for the device."""
+        threshold = torch.zeros_like(weights[:, :1])
+        if self.top_k is not None:
+            largest = weights.topk(min(self.largest_k, weights.shape[-1]), dim=-1).values
+            last = (self.top_k - 1).clamp_(0, largest.shape[-1] - 1)
+            threshold = torch.where(self.top_k > 0, largest.gather(-1, last), threshold)
+        if self.top_p is not None:
+            total = weights.where(weights >= threshold, 0.0).sum(dim=-1, keepdim=True)
+            nucleus = _smallest_above_share(weights, self.top_p * total)
+            threshold = torch.where(self.top_p < 1.0, torch.maximum(threshold, nucleus), threshold)
+        return threshold
+
+    def _search_threshold(self, weights: Tensor) -> Tensor:
+        """Return it by looking at few of the largest weights, and at more if these were not enough."""
         vocab_size = weights.shape[-1]
         total = None if self.top_p is None else weights.sum(dim=-1, keepdim=True)
         count = min(max(self.largest_k, 1 if self.top_p is None else _FIRST_CANDIDATES), vocab_size)
@@ -209,6 +271,22 @@ class Draws:
         return candidates.gather(-1, last).masked_fill(is_open, 0.0), is_enough
 
 
+def _smallest_above_share(weights: Tensor, shares: Tensor) -> Tensor:
+    """Return for each row of `weights` [R, V] the smallest number that less than its share [R, 1] is larger than.
+
+    By bisection: the bits of floats that are not negative, taken as integers, are in the order of the floats.
+    """
+    low = torch.zeros_like(shares, dtype=torch.int32)
+    high = weights.amax(dim=-1, keepdim=True).view(torch.int32)
+    for _ in range(31):
+        middle = low + (high - low) // 2
+        heavier = weights.where(weights > middle.view(torch.float32), 0.0).sum(dim=-1, keepdim=True)
+        is_enough = heavier < shares
+        high = torch.where(is_enough, middle, high)
+        low = torch.where(is_enough, low, middle + 1)
+    return high.view(torch.float32)
+
+
 def _largest_values(weights: Tensor, count: int) -> Tensor:
     """Return the `count` largest of each row, descending.
 
@@ -237,7 +315,7 @@ def _pick(weights: Tensor, numbers: list[float]) -> Tensor:
 
     First among chunks of the row, then inside one, which saves summing up V weights one after the other.
     """
-    shares = torch.tensor(numbers, dtype=weights.dtype, device=weights.device)[:, None]
+    shares = upload(np.array(numbers, np.float32), weights.device)[:, None]
     chunks = weights.unflatten(-1, (-1, math.gcd(weights.shape[-1], 128)))
     sums = chunks.sum(dim=-1)
     ends = sums.cumsum(dim=-1)

@@ -5,6 +5,9 @@ that a long prompt delays running streams by one chunk at most. Sequences are se
 arrival); when the blocks run out the last of them is preempted: it gives its blocks back, waits again at its old
 place, and computes its tokens anew.
 
+A step may be planned before the tokens of the last one were read. A sequence decodes all the same, unless that token
+is the last it may have; but it is not preempted, and who needs its blocks waits for one step.
+
 Admission takes the blocks of all tokens that a sequence has by then, so a prompt that was begun can be finished; and a
 sequence that could not finish alone on an empty device is refused by `can_ever_fit`. Together: the first in the order
 always advances, so every sequence ends.
@@ -17,6 +20,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from ftserve.engine.blocks import BlockPool, BlockStatistics, hash_block
 from ftserve.engine.encoder_cache import EncoderCache, EncoderStatistics
@@ -24,6 +28,14 @@ from ftserve.engine.media import MediaUnit
 from ftserve.engine.sequence import Sequence, SequenceState
 
 _KEY = attrgetter("key")
+
+
+class ScoredChunk(NamedTuple):
+    """Prompt tokens of a sequence, from `start` on: a step tells how likely each was."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -48,9 +60,13 @@ class StepPlan:
         """Return the sequences that get a token from this step, in the order of the flat batch."""
         return self.decodes + [s for s, count in self.prefills if count == s.num_pending]
 
-    def scored(self) -> list[tuple[Sequence, int]]:
-        """Return whose chunks' logits are wanted, and of how many tokens: of those that a prompt token follows."""
-        return [(s, min(count, s.prompt_len - 1 - s.num_computed)) for s, count in self.prefills if s.scores_prompt]
+    def scored(self) -> list[ScoredChunk]:
+        """Return the chunks whose logits are wanted, as far as a prompt token follows."""
+        return [
+            ScoredChunk(s, s.num_computed + 1, min(count, s.prompt_len - 1 - s.num_computed))
+            for s, count in self.prefills
+            if s.scores_prompt
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,8 @@ class Scheduler:
         self._encoder = encoder
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._num_preemptions = 0
+        # Blocks that the last step fills with a token which is not read yet, by their index in the sequence.
+        self._unnamed: list[tuple[Sequence, int]] = []
 
     def can_ever_fit(self, sequence: Sequence) -> bool:
         """Tell whether the empty device could finish `sequence`. Its last token is never computed."""
@@ -143,10 +161,20 @@ class Scheduler:
         for sequence in plan.decodes:
             sequence.num_computed = computed = sequence.num_computed + 1
             if computed % block_size == 0:
-                self._publish(sequence, computed - 1)
+                if sequence.is_unread:
+                    self._unnamed.append((sequence, computed // block_size - 1))
+                else:
+                    self._publish(sequence, computed - 1)
         for sequence, count in plan.prefills:
             sequence.num_computed += count
             self._publish(sequence, sequence.num_computed - count)
+
+    def settle(self) -> None:
+        """Take note that the tokens of all steps but the last were read. Called before the next one is planned."""
+        for sequence, index in self._unnamed:
+            if sequence.state is SequenceState.RUNNING:
+                self._publish_block(sequence, index)
+        self._unnamed.clear()
 
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(
@@ -175,8 +203,12 @@ class Scheduler:
         while index < len(running):  # preemption shortens the list from its end
             sequence = running[index]
             index += 1
-            computed = sequence.num_computed
-            if len(sequence.token_ids) - computed != 1 or computed < sequence.media_end:
+            computed, length = sequence.num_computed, len(sequence.token_ids)
+            if sequence.is_unread:
+                length += 1
+                if length >= sequence.max_len:  # that token was its last
+                    continue
+            if length - computed != 1 or computed < sequence.media_end:
                 continue
             if computed == len(sequence.blocks) * block_size:
                 if not self._make_room(sequence):
@@ -186,9 +218,11 @@ class Scheduler:
             plan.decodes.append(sequence)
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Preempt from the end until a block is free; False if `sequence` itself had to go."""
+        """Preempt from the end until a block is free; False if `sequence` itself had to go, or cannot have one yet."""
         while not self.pool.num_free:
             last = self.running[-1]
+            if last.is_unread:
+                return False
             self._preempt(last)
             if last is sequence:
                 return False
@@ -288,10 +322,12 @@ class Scheduler:
 
     def _publish(self, sequence: Sequence, computed_before: int) -> None:
         """Make the blocks findable that were filled since `computed_before` tokens were computed."""
-        if not self._use_prefix_cache:
-            return
         size = self.pool.block_size
         for index in range(computed_before // size, sequence.num_computed // size):
+            self._publish_block(sequence, index)
+
+    def _publish_block(self, sequence: Sequence, index: int) -> None:
+        if self._use_prefix_cache:
             self.pool.publish(sequence.blocks[index], self._name(sequence, index))
 
     def _name(self, sequence: Sequence, index: int) -> bytes:

@@ -28,6 +28,9 @@ class Sequence:
 
     `token_ids` grows by one sampled token a step once `num_computed` has reached all but the last of them. After a
     preemption `num_computed` starts over and the sampled tokens are computed again like a prompt.
+
+    Where the next step is queued before a step's tokens were read, the last token is `is_unread`: it exists on the
+    device only, behind `token_ids`.
     """
 
     __slots__ = (
@@ -35,6 +38,7 @@ class Sequence:
         "block_hashes",
         "blocks",
         "has_to_end",
+        "is_unread",
         "max_len",
         "media",
         "media_end",
@@ -45,6 +49,7 @@ class Sequence:
         "prompt_len",
         "prompt_logprobs",
         "request",
+        "row",
         "seed",
         "slot",
         "state",
@@ -80,6 +85,8 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if sampling.num_prompt_logprobs is None else [None]
         )
+        self.is_unread = False  # a token was sampled for it that `token_ids` lacks
+        self.row = -1  # of that token among those of its step
         self.has_to_end = False  # its grammar allows nothing but an end
         self.blocks: list[int] = []  # cache blocks in the order of the tokens
         self.block_hashes: list[bytes] = []  # of the full blocks, as far as they were needed
@@ -98,7 +105,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Return how many tokens are known and not computed; 1 when decoding."""
+        """Return how many tokens are known and not computed; 1 when decoding, but 0 if the last one is unread."""
         return len(self.token_ids) - self.num_computed
 
     def units_between(self, start: int, end: int) -> list[MediaUnit]:

@@ -24,7 +24,7 @@ from ftserve.engine.blocks import BLOCK_SIZE, BlockPool
 from ftserve.engine.config import EngineConfig
 from ftserve.engine.media import UncheckedMedia
 from ftserve.engine.null import scripted_logprobs
-from ftserve.engine.scheduler import Scheduler, StepPlan
+from ftserve.engine.scheduler import Scheduler, ScoredChunk, StepPlan
 from ftserve.engine.sequence import Sequence
 
 _USABLE_MEMORY = 0.9  # of the device; the rest is left to others, as engines do by default
@@ -132,19 +132,35 @@ PROFILES: dict[str, DeviceProfile] = {
 
 
 class SimulatedRunner:
-    """Takes the time of a step. The engine thread sleeps meanwhile, as it does while it waits for a device."""
+    """Knows when the device will have done a step: it begins with one when it is done with the one before."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         self._profile = profile
+        self._done_at = 0.0  # time.monotonic()
         self.busy_s = 0.0  # as modelled; a late wake-up is the host's fault, and so idle time of the device
 
-    def run(self, plan: StepPlan) -> None:
+    def run(self, plan: StepPlan, _unread: ScriptReading | None) -> float:
+        """Return when the step is done, by `time.monotonic()`."""
         seconds = self._profile.step_seconds(StepShape.of(plan))
-        time.sleep(seconds)
         self.busy_s += seconds
+        self._done_at = max(self._done_at, time.monotonic()) + seconds
+        return self._done_at
 
     def clear(self, blocks: list[int]) -> None:
         """Nothing to clear."""
+
+
+class ScriptReading:
+    """What a step brings, at the time when it is done."""
+
+    def __init__(self, done_at: float, sampled: Sampled) -> None:
+        self._done_at = done_at
+        self._sampled = sampled
+
+    def read(self) -> Sampled:
+        """Sleep until then, as the engine thread does while it waits for a device."""
+        time.sleep(max(0.0, self._done_at - time.monotonic()))
+        return self._sampled
 
 
 class ScriptSampler:
@@ -156,9 +172,12 @@ class ScriptSampler:
     def prepare(self, sequences: list[Sequence]) -> None:
         """Nothing to prepare."""
 
-    def sample(self, _logits: None, sequences: list[Sequence]) -> Sampled:
+    def sample(self, done_at: float, sequences: list[Sequence], scored: list[ScoredChunk]) -> ScriptReading:
+        """Return tokens that can be read when the step is done."""
+        for chunk in scored:
+            self._score(chunk)
         script = self._script
-        return Sampled(
+        sampled = Sampled(
             [script[sequence.output_len % len(script)] for sequence in sequences],
             {
                 row: scripted_logprobs(script, sequence.output_len, count)
@@ -166,19 +185,19 @@ class ScriptSampler:
                 if (count := sequence.request.sampling.num_logprobs) is not None
             },
         )
+        return ScriptReading(done_at, sampled)
 
-    def score_prompts(self, _logits: None, chunks: list[tuple[Sequence, int]]) -> None:
-        for sequence, count in chunks:
-            scores, wanted = sequence.prompt_logprobs, sequence.request.sampling.num_prompt_logprobs
-            if scores is not None and wanted is not None:
-                begin = len(scores)
-                scores += [scripted_logprobs(sequence.token_ids, begin + k, wanted) for k in range(count)]
+    def _score(self, chunk: ScoredChunk) -> None:
+        sequence, start, count = chunk
+        scores, wanted = sequence.prompt_logprobs, sequence.request.sampling.num_prompt_logprobs
+        if scores is not None and wanted is not None:
+            scores[start:] = [scripted_logprobs(sequence.token_ids, start + k, wanted) for k in range(count)]
 
     def close(self) -> None:
         """Nothing was taken."""
 
 
-class SimulatedStepper(ContinuousBatcher[None]):
+class SimulatedStepper(ContinuousBatcher[float, ScriptReading]):
     """The stepper of `--engine simulated`."""
 
     def __init__(self, config: EngineConfig, script: Ids[int], *, vocab_size: int, max_model_len: int) -> None:
@@ -204,6 +223,7 @@ class SimulatedStepper(ContinuousBatcher[None]):
             max_model_len=max_model_len,
             eos_token_ids=frozenset(),
             media=UncheckedMedia(),
+            is_asynchronous=config.async_scheduling,
         )
 
     def device_seconds(self) -> float:

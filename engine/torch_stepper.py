@@ -15,13 +15,13 @@ from ftserve.engine.checkpoint import Checkpoint
 from ftserve.engine.config import EngineConfig
 from ftserve.engine.kernels import choose_decode_kernel
 from ftserve.engine.kv_cache import KVCache
-from ftserve.engine.sampler import Sampler
+from ftserve.engine.sampler import Sampler, TokenReading
 from ftserve.engine.scheduler import Scheduler
 from ftserve.engine.vision import VisionTower
 from ftserve.engine.vision_runner import make_encoder_cache, make_runner
 
 
-class TorchStepper(ContinuousBatcher[Tensor]):
+class TorchStepper(ContinuousBatcher[Tensor, TokenReading]):
     """The stepper that serves a checkpoint. Loading takes seconds to minutes; use it on the thread that made it."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
@@ -67,6 +67,7 @@ class TorchStepper(ContinuousBatcher[Tensor]):
             max_model_len=max_model_len,
             eos_token_ids=checkpoint.eos_token_ids,
             media=tower,
+            is_asynchronous=config.async_scheduling and self._device.type != "cpu",
         )
 
     def describe(self) -> dict[str, str]:

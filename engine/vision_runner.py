@@ -16,6 +16,7 @@ from ftserve.engine.encoder_cache import EncoderCache
 from ftserve.engine.kernels import DecodeKernel
 from ftserve.engine.kv_cache import KVCache
 from ftserve.engine.runner import ModelRunner
+from ftserve.engine.sampler import TokenReading
 from ftserve.engine.scheduler import StepPlan
 from ftserve.engine.vision import VisionTower
 
@@ -38,17 +39,17 @@ class VisionModelRunner(ModelRunner):
         self._text: Any = model.model.language_model
         self._head: Any = model.lm_head
 
-    def run(self, plan: StepPlan) -> Tensor:
+    def run(self, plan: StepPlan, unread: TokenReading | None) -> Tensor:
         self._tower.drop(plan.drops)
         try:
-            return super().run(plan)
+            return super().run(plan, unread)
         except MemoryError:
             self._tower.drop([unit.name for unit in plan.encodes])  # as the books do
             raise
 
-    def _compute(self, plan: StepPlan, token_ids: np.ndarray, positions: np.ndarray) -> Tensor:
+    def _compute(self, plan: StepPlan, token_ids: Tensor, positions: np.ndarray) -> Tensor:
         self._tower.encode(plan.encodes)
-        embeds = self._text.embed_tokens(self._upload(token_ids))
+        embeds = self._text.embed_tokens(token_ids)
         hidden = self._text(
             inputs_embeds=embeds[None],
             position_ids=self._upload(_rope_positions(plan, positions)),

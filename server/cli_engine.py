@@ -68,6 +68,18 @@ def add_engine_options(
         help="CPU threads of the model's operators; if not given, all but one",
     )
     inside.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=engine.async_scheduling,
+        help="queue the next step before the tokens of the last one are read; a CPU has no queue",
+    )
+    inside.add_argument(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=engine.cuda_graphs,
+        help="replay decode steps on CUDA instead of launching them kernel by kernel",
+    )
+    inside.add_argument(
         "--null-step-ms", type=amount_or_none, default=engine.null_step_ms, help="null engine: time of a step"
     )
     inside.add_argument(
@@ -104,6 +116,8 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         encoder_cache_gb=options.encoder_cache_gb,
         gpu_memory_utilization=options.gpu_memory_utilization,
         torch_threads=options.torch_threads,
+        async_scheduling=options.async_scheduling,
+        cuda_graphs=options.cuda_graphs,
         null_step_ms=options.null_step_ms,
         null_echo=options.null_echo,
         simulate=options.simulate,

@@ -19,6 +19,8 @@ VOCAB_SIZE = 128
 class Tiny:
     """One random model in float32, twice with the same weights: as transformers runs it, and as the engine does."""
 
+    is_asynchronous = False  # of all batchers; see `queueing`
+
     def __init__(self, config: Any, *, seed: int = 0) -> None:
         import torch
         from transformers import AutoModelForCausalLM
@@ -93,7 +95,16 @@ class Tiny:
             vocab_size=VOCAB_SIZE,
             max_model_len=max_model_len,
             eos_token_ids=frozenset(eos_token_ids),
+            is_asynchronous=self.is_asynchronous,
         )
+
+
+@pytest.fixture(params=[False, True], ids=["read at once", "queued"])
+def queueing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Have batchers read a step's tokens at once, and then again only when the next step is queued, as on CUDA."""
+    monkeypatch.setattr(Tiny, "is_asynchronous", request.param)
+    found: bool = request.param
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import numpy as np
 
 from ftserve.engine.checkpoint import Normalization, VisionInputs
 from ftserve.engine.types import MediaItem, MediaSpan, Modality
+from tests.engine.conftest import Tiny
 
 VOCAB_SIZE = 128
 IMAGE, VIDEO, START, END = 100, 101, 102, 103
@@ -211,4 +212,5 @@ class TinySeeing:
             max_model_len=max_model_len,
             eos_token_ids=frozenset(eos_token_ids),
             media=tower,
+            is_asynchronous=Tiny.is_asynchronous,
         )

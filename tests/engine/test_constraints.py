@@ -16,6 +16,8 @@ from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent
 from tests.engine.conftest import TINY_CLOSE, TINY_EOS, TINY_TOKENS, VOCAB_SIZE, tiny_text
 from tests.engine.schemas import follows, random_schema
 
+pytestmark = pytest.mark.usefixtures("queueing")
+
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "tall": {"type": "boolean"}, "age": {"enum": [1, 20]}},

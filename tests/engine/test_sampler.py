@@ -44,7 +44,7 @@ def make_sequence() -> Any:
 
 def choose(sampler: Any, logits: Any, sequences: list[Sequence]) -> list[int | None]:
     """Return the token that each sequence gets."""
-    tokens: list[int | None] = sampler.sample(logits, sequences).tokens
+    tokens: list[int | None] = sampler.sample(logits, sequences).read().tokens
     return tokens
 
 
@@ -130,6 +130,25 @@ def test_any_size_of_vocabulary_and_of_its_head(
             assert token in largest[row, : options["top_k"]].tolist()
 
 
+@pytest.mark.parametrize("vocab_size", [1, 7, 300, 5000])
+def test_a_device_keeps_the_same_tokens_without_asking_the_host(
+    torch: Any, make_sequence: Any, vocab_size: int
+) -> None:
+    """Where the largest weights are not looked at one after the other, the threshold is found by bisection."""
+    from ftserve.engine.sampler import Draws
+
+    options = [{"top_k": k, "top_p": p} for k in (0, 1, 5, 70, 10**6) for p in (1e-6, 0.05, 0.5, 0.9, 0.999, 1.0)]
+    draws = Draws.of([make_sequence(**each) for each in options], torch.device("cpu"))
+    assert draws is not None
+    spread = torch.logspace(-1, 1, len(options))[:, None]
+    logits = torch.randn(len(options), vocab_size, generator=torch.Generator().manual_seed(2)) * spread
+    weights = torch.softmax(logits, dim=-1)
+    by_bisection, by_search = (
+        weights >= found(weights) for found in (draws._bisect_threshold, draws._search_threshold)
+    )
+    assert (by_bisection == by_search).all()
+
+
 def test_rows_are_independent_of_their_neighbours(torch: Any, sampler: Any, make_sequence: Any) -> None:
     variants: list[dict[str, Any]] = [
         {},
@@ -181,7 +200,7 @@ def test_uniform_is_spread_over_its_range() -> None:
 
 def test_bias_and_min_tokens(torch: Any, sampler: Any, make_sequence: Any) -> None:
     biased = make_sequence(temperature=0.0, logit_bias=((5, 100.0), (2, -100.0)))
-    early = make_sequence(temperature=0.0, min_tokens=2, eos=[2, 4])
+    early = make_sequence(temperature=0.0, min_tokens=2, eos=[2, 4], stop_token_ids=frozenset({99999}))  # no such id
     sequences = [biased, early]
     tokens = [choose(sampler, torch.tensor([LOGITS, LOGITS]), sequences)]
     for _ in range(2):

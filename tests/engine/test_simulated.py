@@ -14,7 +14,7 @@ from ftserve.engine.config import EngineConfig
 from ftserve.engine.scheduler import StepPlan
 from ftserve.engine.sequence import Sequence
 from ftserve.engine.simulated import PROFILES, DeviceProfile, SimulatedStepper, StepShape
-from ftserve.engine.types import FinishReason, GenerationRequest, MediaSpan, SamplingParams
+from ftserve.engine.types import FinishReason, GenerationRequest, MediaSpan, SamplingParams, TokenEvent
 
 # Output tokens per second under maximum load, Llama 3.1, by lengths of prompt and output. From NVIDIA TensorRT-LLM,
 # docs/source/performance/perf-overview.md at commit 258c7540 (release 0.17): FP8 on H200 and H100, FP16 on A100; tensor
@@ -59,14 +59,22 @@ def make_request(prompt: list[int], max_tokens: int) -> GenerationRequest:
     return GenerationRequest(request_id="r", index=0, prompt_ids=prompt, sampling=sampling, lane=0, route=None)
 
 
-def make_stepper() -> SimulatedStepper:
-    return SimulatedStepper(EngineConfig(kind="simulated"), [5, 6, 7], vocab_size=100, max_model_len=1000)
+def make_stepper(**options: Any) -> SimulatedStepper:
+    return SimulatedStepper(EngineConfig(kind="simulated", **options), [5, 6, 7], vocab_size=100, max_model_len=1000)
 
 
-def test_sequences_get_the_script_and_the_device_is_busy_for_the_time_of_their_steps() -> None:
-    stepper, request = make_stepper(), make_request([1] * 40, 4)
+def drain(stepper: SimulatedStepper) -> list[TokenEvent]:
+    events = []
+    while stepper.num_running() or stepper.num_waiting():
+        events += stepper.step()
+    return events
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_sequences_get_the_script_and_the_device_is_busy_for_the_time_of_their_steps(async_scheduling: bool) -> None:
+    stepper, request = make_stepper(async_scheduling=async_scheduling), make_request([1] * 40, 4)
     stepper.add(request)
-    events = [event for _ in range(4) for event in stepper.step()]
+    events = drain(stepper)
     assert [event.token_ids for event in events] == [(5,), (6,), (7,), (5,)]
     assert events[-1].finish_reason is FinishReason.LENGTH
     profile = PROFILES["h200-8b"]
@@ -80,7 +88,7 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache() -> None:
     cached = []
     for _ in range(2):
         stepper.add(make_request(list(range(90)), 1))
-        cached.append(stepper.step()[0].num_cached_tokens)
+        cached.append(drain(stepper)[0].num_cached_tokens)
     assert cached == [0, 80]
 
 

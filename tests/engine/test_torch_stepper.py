@@ -11,6 +11,8 @@ from ftserve.engine.errors import EngineRequestError, InvalidRequestError, Reque
 from ftserve.engine.types import FinishReason, GenerationRequest, TokenEvent
 from tests.engine.conftest import TINY_EOS
 
+pytestmark = pytest.mark.usefixtures("queueing")
+
 
 def prompts(count: int, *, shortest: int = 1, longest: int = 40, seed: int = 0) -> list[list[int]]:
     """Return random prompts of mixed lengths."""
@@ -82,7 +84,8 @@ def test_a_known_prefix_is_not_computed_again(tiny: Any, make_request: Any, drai
     batcher = tiny.batcher(block_size=4)
     first = make_request(prompt, max_tokens=20)
     batcher.add(first)
-    earlier = batcher.step()  # computes the prompt
+    while not (earlier := batcher.step()):  # computes the prompt
+        pass
     if again_after == "drained":
         drain(batcher)
     second = make_request([*prompt[:26], 5, 6, 7, 8, 9], max_tokens=20)
@@ -277,7 +280,7 @@ def test_smaller_priority_is_served_first(tiny_llama: Any, make_request: Any) ->
     late: list[GenerationRequest] = [make_request([1], priority=p, max_tokens=1) for p in (5, 1, 3)]
     for request in late:
         batcher.add(request)
-    order = [batcher.step()[0].request for _ in late]
+    order = [event.request for _ in range(9) for event in batcher.step()]
     assert order == [late[1], late[2], late[0]]
 
 
@@ -307,7 +310,7 @@ def test_a_prompt_that_runs_out_of_memory_fails_alone(
 def test_any_other_failure_of_the_device_is_raised(tiny_llama: Any, make_request: Any) -> None:
     batcher = tiny_llama.batcher()
 
-    def fail(plan: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise RuntimeError("illegal memory access")
 
     batcher._runner.run = fail

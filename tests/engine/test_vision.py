@@ -13,6 +13,8 @@ from ftserve.engine.errors import EngineRequestError, InvalidRequestError
 from ftserve.engine.types import FinishReason, MediaItem, MediaSpan, Modality
 from tests.engine.seeing import END, FAMILIES, IMAGE, START, Prompt, TinySeeing, picture
 
+pytestmark = pytest.mark.usefixtures("queueing")
+
 
 @pytest.fixture(scope="session")
 def load(torch: Any) -> Any:
