@@ -172,7 +172,7 @@ def reference(kind: Kind, count: int) -> float:
 
 def in_threads(kind: Kind, num_threads: int, count: int) -> tuple[float, float]:
     """Return items a second, by the clock, and milliseconds of CPU an item, each thread with files of its own."""
-    handler = QwenMedia(RULES, VIDEO_RULES, ImageLimits(), VideoLimits())
+    handler = QwenMedia(RULES, VIDEO_RULES, {}, ImageLimits(), VideoLimits())
     source = MediaSource(modality=kind.modality, param="")
     urls = [[kind.url(1000 * k + n) for n in range(count)] for k in range(num_threads)]
     barrier = threading.Barrier(num_threads + 1)

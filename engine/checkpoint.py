@@ -15,6 +15,11 @@ from typing import Any
 from ftserve.engine import builtin
 from ftserve.engine.pooling import Pooling, is_generating, read_pooling
 
+# Vision-language families by transformers' `model_type`: those whose patches we cut ourselves, and those that get what
+# their own processor makes of an image.
+PATCH_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+FEATURE_FAMILIES = frozenset({"idefics3", "llava", "mistral3", "smolvlm"})
+
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 _SIZE_KEYS = ("hidden_size", "n_embd", "d_model", "dim")

@@ -66,6 +66,8 @@ class Coder(NamedTuple):
 
 _SIZE = struct.Struct("=I")
 _FLOAT = struct.Struct("=d")
+# Of arrays that cross.
+DTYPES = [np.dtype(kind) for kind in (np.uint8, np.bool_, np.int32, np.int64, np.float16, np.float32, np.float64)]
 _INT = "q"  # of an `array`
 _INT_BYTES = array(_INT).itemsize
 
@@ -259,16 +261,17 @@ def _one_of(members: list[enum.Enum]) -> Coder:
     return Coder(lambda out, value: out.append(members.index(value)), lambda reader: members[reader.take(1)[0]])
 
 
-def _write_array(out: Writer, value: NDArray[np.uint8]) -> None:
-    assert value.dtype == np.uint8, "the only arrays that cross are patches"
+def _write_array(out: Writer, value: NDArray[Any]) -> None:
+    out.append(DTYPES.index(value.dtype))
     write_size(out, len(out.arrays))
     _SHAPE.write(out, value.shape)
-    out.arrays.append(value)
+    out.arrays.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
 
 
-def _read_array(reader: Reader) -> NDArray[np.uint8]:
+def _read_array(reader: Reader) -> NDArray[Any]:
+    dtype = DTYPES[reader.take(1)[0]]
     flat = reader.arrays[read_size(reader)]
-    return flat.reshape(_SHAPE.read(reader))
+    return flat.view(dtype).reshape(_SHAPE.read(reader))
 
 
 _SHAPE = _ints(tuple)

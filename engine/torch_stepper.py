@@ -17,8 +17,7 @@ from ftserve.engine.kernels import choose_decode_kernel
 from ftserve.engine.kv_cache import KVCache
 from ftserve.engine.sampler import Sampler, TokenReading
 from ftserve.engine.scheduler import Scheduler
-from ftserve.engine.vision import VisionTower
-from ftserve.engine.vision_runner import make_encoder_cache, make_runner
+from ftserve.engine.vision_runner import make_encoder_cache, make_runner, make_tower
 
 
 class TorchStepper(ContinuousBatcher[Tensor, TokenReading]):
@@ -36,7 +35,7 @@ class TorchStepper(ContinuousBatcher[Tensor, TokenReading]):
         self._dtype = loader.choose_dtype(config.dtype, checkpoint.path, self._device)
         vision = checkpoint.vision
         model = loader.load_model(checkpoint.path, device=self._device, dtype=self._dtype, sees=vision is not None)
-        tower = None if vision is None else VisionTower(model, vision, max_bytes=int(config.encoder_cache_gb * 1e9))
+        tower = None if vision is None else make_tower(model, vision, max_bytes=int(config.encoder_cache_gb * 1e9))
         if packed.can_pack(self._device, self._dtype):
             packed.pack_linears(model)
         shapes = loader.probe_layers(model)

@@ -85,24 +85,43 @@ class Modality(enum.Enum):
     VIDEO = "video"
 
 
+class Feature(NamedTuple):
+    """One input of a model's `get_image_features`, as its processor makes it for one image."""
+
+    name: str
+    values: NDArray[np.generic]  # of a type in `codec.DTYPES`
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MediaItem:
-    """One image or clip as a vision tower of the Qwen-VL family takes it, but for normalization, which is the device's.
+    """One image or clip as a model takes it.
 
-    One object is shared by the cache and by every request that shows it, on any thread; nobody writes to `patches`.
+    For the Qwen-VL family that is `patches`, not normalized, which is left to the device; for other families it is
+    `features`. One object is shared by the cache and by every request that shows it, on any thread; nobody writes to
+    its arrays.
     """
 
     modality: Modality
-    patches: NDArray[np.uint8]  # [t * h * w, channels * frames * size * size], rows in the order of merging
-    grid: tuple[int, int, int]  # (t, h, w) in patches, as in `image_grid_thw`
-    num_tokens: int  # placeholders in the prompt: t * h * w / merge_size²
-    digest: bytes  # equal only for equal patches and equal salt: the identity in the caches
+    num_tokens: int  # of the prompt, from the first placeholder to the last
+    digest: bytes  # equal only for equal content and equal salt: the identity in the caches
+    patches: NDArray[np.uint8] | None = None  # [t * h * w, channels * frames * size * size], in the order of merging
+    grid: tuple[int, int, int] = (1, 1, 1)  # (t, h, w) in patches, as in `image_grid_thw`
     second_per_grid: float | None = None  # video: seconds of the clip per step of t
     timestamps_s: tuple[float, ...] = ()  # video: where in the clip each step of t lies, for models that spell it out
+    features: tuple[Feature, ...] = ()
+    replacement: Sequence[int] = ()  # ids in place of its mark in the prompt; empty: `num_tokens` placeholders
+    lead: int = 0  # how many of these come before the first placeholder
+
+    @property
+    def own_patches(self) -> NDArray[np.uint8]:
+        """Return the patches of an item that has them."""
+        assert self.patches is not None, "it is of another family"
+        return self.patches
 
     @property
     def nbytes(self) -> int:
-        return self.patches.nbytes
+        arrays = [feature.values for feature in self.features]
+        return sum(array.nbytes for array in (arrays if self.patches is None else [self.patches, *arrays]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,11 +13,8 @@ from transformers import PreTrainedModel
 
 from ftserve.engine.checkpoint import Normalization, VisionInputs
 from ftserve.engine.errors import InvalidRequestError
-from ftserve.engine.loader import UnsupportedModelError
 from ftserve.engine.media import MediaUnit, PromptMedia, split_media
 from ftserve.engine.types import GenerationRequest, MediaItem, MediaSpan, Modality
-
-FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 
 _MISFIT = "An image or clip does not fit this model's vision tower."
 
@@ -29,14 +26,8 @@ class VisionTower:
         """Take the tower of `model`, and run it once to see how many tokens fit into `max_bytes`.
 
         Raises:
-            UnsupportedModelError: the model is of another family.
             ValueError: nothing fits.
         """
-        family = model.config.model_type
-        if family not in FAMILIES:
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: of vision-language models, {', '.join(sorted(FAMILIES))} are served"
-            )
         self._model = model.model
         self._tower = model.model.visual
         self._device, self._dtype = model.device, model.dtype
@@ -90,7 +81,8 @@ class VisionTower:
         patches = item.patches
         t, height, width = item.grid
         fits = (
-            patches.dtype == np.uint8
+            patches is not None
+            and patches.dtype == np.uint8
             and patches.shape == (t * height * width, self._row_len)
             and min(item.grid) > 0
             and height % self._merge == width % self._merge == 0
@@ -144,7 +136,7 @@ class VisionTower:
     def _normalized(self, unit: MediaUnit) -> Tensor:
         """Return the unit's patches as its processor's `pixel_values`, float32, on the device."""
         count = math.prod(unit.item.grid[1:])
-        patches = torch.from_numpy(unit.item.patches[unit.step * count : (unit.step + 1) * count])
+        patches = torch.from_numpy(unit.item.own_patches[unit.step * count : (unit.step + 1) * count])
         mean, std = self._scales[unit.item.modality]
         return (patches.to(self._device, non_blocking=True) - mean) / std
 

@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ftserve.engine.checkpoint import FEATURE_FAMILIES, PATCH_FAMILIES, VisionInputs
 from ftserve.engine.encoder_cache import EncoderCache
+from ftserve.engine.features import FeatureTower
 from ftserve.engine.kernels import DecodeKernel
 from ftserve.engine.kv_cache import KVCache
+from ftserve.engine.loader import UnsupportedModelError
 from ftserve.engine.runner import ModelRunner
 from ftserve.engine.sampler import TokenReading
 from ftserve.engine.scheduler import StepPlan
 from ftserve.engine.vision import VisionTower
+
+Tower = VisionTower | FeatureTower
 
 
 class VisionModelRunner(ModelRunner):
@@ -27,7 +32,7 @@ class VisionModelRunner(ModelRunner):
     def __init__(
         self,
         model: PreTrainedModel,
-        tower: VisionTower,
+        tower: Tower,
         cache: KVCache,
         *,
         max_num_seqs: int,
@@ -36,8 +41,8 @@ class VisionModelRunner(ModelRunner):
     ) -> None:
         super().__init__(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, kernel=kernel)
         self._tower = tower
-        self._text: Any = model.model.language_model
-        self._head: Any = model.lm_head
+        self._text: Any = model.get_decoder()
+        self._head: Any = model.get_output_embeddings()
 
     def run(self, plan: StepPlan, unread: TokenReading | None) -> Tensor:
         self._tower.drop(plan.drops)
@@ -91,7 +96,7 @@ class VisionModelRunner(ModelRunner):
 def _rope_positions(plan: StepPlan, positions: np.ndarray) -> np.ndarray:
     """Return positions in time, height and width [3, 1, T]; where all are indices [1, T], which means the same."""
     sequences = [*plan.decodes, *(sequence for sequence, _ in plan.prefills)]
-    if all(sequence.media is None for sequence in sequences):
+    if all(sequence.media is None or sequence.media.positions is None for sequence in sequences):
         return positions[None]
     axes = np.tile(positions, (3, 1))
     num_decodes = len(plan.decodes)
@@ -109,11 +114,27 @@ def _rope_positions(plan: StepPlan, positions: np.ndarray) -> np.ndarray:
     return axes[:, None]
 
 
-def make_runner(model: PreTrainedModel, tower: VisionTower | None, cache: KVCache, **options: Any) -> ModelRunner:
+def make_tower(model: PreTrainedModel, inputs: VisionInputs, *, max_bytes: int) -> Tower:
+    """Return what encodes images for `model`, and keeps `max_bytes` of embeddings.
+
+    Raises:
+        UnsupportedModelError: it is of a family that is not served.
+        ValueError: nothing fits into `max_bytes`.
+    """
+    family = model.config.model_type
+    if family in PATCH_FAMILIES:
+        return VisionTower(model, inputs, max_bytes=max_bytes)
+    if family in FEATURE_FAMILIES:
+        return FeatureTower(model, inputs, max_bytes=max_bytes)
+    known = ", ".join(sorted(PATCH_FAMILIES | FEATURE_FAMILIES))
+    raise UnsupportedModelError(f"{type(model).__name__}: of vision-language models, {known} are served")
+
+
+def make_runner(model: PreTrainedModel, tower: Tower | None, cache: KVCache, **options: Any) -> ModelRunner:
     """Return the runner of a model with eyes or without."""
     return ModelRunner(model, cache, **options) if tower is None else VisionModelRunner(model, tower, cache, **options)
 
 
-def make_encoder_cache(tower: VisionTower | None, max_tokens_per_step: int) -> EncoderCache | None:
+def make_encoder_cache(tower: Tower | None, max_tokens_per_step: int) -> EncoderCache | None:
     """Return the books of what `tower` keeps."""
     return None if tower is None else EncoderCache(tower.capacity, max_tokens_per_step=max_tokens_per_step)

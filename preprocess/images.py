@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,8 +137,8 @@ def image_patches(image: Image, rules: PatchRules) -> tuple[U8, tuple[int, int, 
     return patchify([frame], rules), grid
 
 
-def decode(image: Image) -> Image:
-    """Return the picture loaded, in mode RGB or L, transparency over white; not yet turned upright.
+def decode(image: Image, convert: Callable[[Image], Image] = flatten) -> Image:
+    """Return the picture loaded and converted, by default to RGB or L, transparency over white; not turned upright.
 
     Raises:
         MediaError: it cannot be decoded.
@@ -145,7 +146,7 @@ def decode(image: Image) -> Image:
     size = image.size
     try:
         image.load()
-        flat = flatten(image)
+        flat = convert(image)
     except FtserveError:
         raise
     except Exception as exc:  # whatever a decoder makes of bytes that a client chose

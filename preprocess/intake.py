@@ -18,12 +18,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 from ftserve.engine.errors import FtserveError, InvalidRequestError, RequestCancelledError
-from ftserve.engine.types import MediaItem
+from ftserve.engine.types import MediaItem, Modality
 from ftserve.preprocess.formats import prepare_thread
 from ftserve.preprocess.gate import PixelGate
 from ftserve.preprocess.gathering import Gathering, Ticket
@@ -57,6 +57,7 @@ class MediaHandler(Protocol):
     """What a family of models makes of media. Shared by all threads; holds no state that changes."""
 
     max_bytes: int  # of one file
+    marks: Mapping[Modality, int]  # the token by which a chat template shows an item, of each kind that is taken
 
     def options(self, source: MediaSource) -> bytes:
         """Return all that decides what a file becomes, beside its bytes. Raises InvalidRequestError."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 U8 = NDArray[np.uint8]
 
 _ORIENTATION = 0x0112  # EXIF tag
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # by orientation, in the numbers of PIL.Image.Transpose
 _ALPHA_MODES = frozenset({"RGBA", "RGBa", "LA", "La", "PA"})
 _KEYED_MODES = frozenset({"1", "L", "P", "RGB"})  # in these a PNG or GIF may name a colour that is transparent
 
@@ -67,6 +68,14 @@ def oriented(planes: U8, image: Image) -> U8:
         case 8:
             turned = planes.swapaxes(1, 2)[:, ::-1]
     return turned if turned is planes else np.ascontiguousarray(turned)
+
+
+def upright(picture: Image, image: Image) -> Image:
+    """Turn a picture as the EXIF orientation of the loaded `image` says that it was made from."""
+    import PIL.Image
+
+    turn = _TURNS.get(_orientation(image))
+    return picture if turn is None else picture.transpose(PIL.Image.Transpose(turn))
 
 
 def is_on_its_side(image: Image) -> bool:

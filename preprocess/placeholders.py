@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.types import MediaItem, MediaSpan, Modality
@@ -11,12 +11,12 @@ from ftserve.preprocess.tokens import ID_TYPECODE
 
 
 def expand(
-    prompt: array[int], items: Sequence[MediaItem], token_ids: dict[Modality, int]
+    prompt: array[int], items: Sequence[MediaItem], token_ids: Mapping[Modality, int]
 ) -> tuple[array[int], tuple[MediaSpan, ...]]:
-    """Return the prompt with `num_tokens` ids for each item's one placeholder, and where they begin.
+    """Return the prompt with the ids of each item in the place of its mark, and where their placeholders begin.
 
-    `token_ids` has the placeholder of each modality. Items are in the order of the messages, which is that of the
-    template's placeholders.
+    `token_ids` has the mark of each modality. Items are in the order of the messages, which is that of the template's
+    marks.
 
     Raises:
         InvalidRequestError: the prompt has other placeholders than `items`, so somebody has written them as text.
@@ -32,8 +32,8 @@ def expand(
     expanded, spans, copied = array(ID_TYPECODE), [], 0
     for (place, _), item in zip(places, items, strict=True):
         expanded += prompt[copied:place]
-        spans.append(MediaSpan(item, len(expanded)))
-        expanded += prompt[place : place + 1] * item.num_tokens
+        spans.append(MediaSpan(item, len(expanded) + item.lead))
+        expanded += array(ID_TYPECODE, item.replacement) or prompt[place : place + 1] * item.num_tokens
         copied = place + 1
     expanded += prompt[copied:]
     return expanded, tuple(spans)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,6 @@ from ftserve.preprocess.video_rules import VideoRules
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
-MODEL_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 MIN_FPS, MAX_FPS = 0.01, 240.0
 _SPELLING_TIMES = frozenset({"qwen3_vl", "qwen3_vl_moe"})
 
@@ -86,8 +85,14 @@ class QwenMedia:
     """Immutable; shared by all threads."""
 
     def __init__(
-        self, images: PatchRules, videos: VideoRules, image_limits: ImageLimits, video_limits: VideoLimits
+        self,
+        images: PatchRules,
+        videos: VideoRules,
+        marks: Mapping[Modality, int],
+        image_limits: ImageLimits,
+        video_limits: VideoLimits,
     ) -> None:
+        self.marks = marks
         self.max_bytes = max(image_limits.max_bytes, video_limits.max_bytes)
         self._images = images
         self._videos = videos
@@ -95,19 +100,23 @@ class QwenMedia:
         self._video_limits = video_limits
 
     @classmethod
-    def read(cls, directory: Path, model_type: str, image_limits: ImageLimits, video_limits: VideoLimits) -> QwenMedia:
-        """Read the rules from a model's directory.
+    def read(
+        cls,
+        directory: Path,
+        model_type: str,
+        marks: Mapping[Modality, int],
+        image_limits: ImageLimits,
+        video_limits: VideoLimits,
+    ) -> QwenMedia:
+        """Read the rules from a model's directory; `marks` are its placeholders.
 
         Raises:
             ValueError: its processor is configured in a way that we do not reproduce.
         """
         videos = VideoRules.read(directory, spells_times=model_type in _SPELLING_TIMES)
-        return cls(PatchRules.read(directory), videos, image_limits, video_limits)
-
-    @property
-    def spells_times(self) -> bool:
-        """Whether the prompt says when each step of a video was."""
-        return self._videos.spells_times
+        if videos.spells_times:  # which is not written yet
+            marks = {Modality.IMAGE: marks[Modality.IMAGE]}
+        return cls(PatchRules.read(directory), videos, marks, image_limits, video_limits)
 
     def options(self, source: MediaSource) -> bytes:
         rules = self._image_rules(source) if source.modality is Modality.IMAGE else self._video_rules(source)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from ftserve.engine.checkpoint import Checkpoint
+from ftserve.engine.checkpoint import FEATURE_FAMILIES, PATCH_FAMILIES, Checkpoint, VisionInputs
 from ftserve.engine.threads import name_this_thread
 from ftserve.engine.types import MediaSpan, Modality
 from ftserve.preprocess.chat import shows_parts
@@ -17,10 +17,11 @@ from ftserve.preprocess.fetch import FetchRules, HttpFetcher
 from ftserve.preprocess.formats import ImageLimits
 from ftserve.preprocess.gate import PixelGate
 from ftserve.preprocess.gathering import Gathering
-from ftserve.preprocess.intake import MediaIntake, Observe
+from ftserve.preprocess.intake import MediaHandler, MediaIntake, Observe
 from ftserve.preprocess.media import MediaCache
 from ftserve.preprocess.placeholders import expand
-from ftserve.preprocess.qwen import MODEL_TYPES, QwenMedia
+from ftserve.preprocess.processed import ProcessedMedia
+from ftserve.preprocess.qwen import QwenMedia
 from ftserve.preprocess.sources import LocalFiles
 from ftserve.preprocess.video import VideoLimits
 from ftserve.server.config import MediaConfig
@@ -43,12 +44,12 @@ class MediaFront:
     """The media of a server whose model takes some. Nothing of it changes once it is made, but for the intake."""
 
     def __init__(
-        self, intake: MediaIntake, rules: PartRules, token_ids: dict[Modality, int], recorders: Sequence[Recorder]
+        self, intake: MediaIntake, rules: PartRules, marks: Mapping[Modality, int], recorders: Sequence[Recorder]
     ) -> None:
         self.intake = intake
         self.recorders = recorders  # of the intake's threads
         self._rules = rules
-        self._token_ids = token_ids
+        self._marks = marks  # the token by which the template shows an item
 
     def take(self, fields: ChatRequest, exchange: Exchange) -> tuple[list[dict[str, Any]], Gathering | None]:
         """Return the messages for the template, and the media in them on their way; None if there are none.
@@ -70,7 +71,7 @@ class MediaFront:
         Raises:
             FtserveError: why there is nothing to show.
         """
-        return expand(prompt, gathering.found(), self._token_ids)
+        return expand(prompt, gathering.found(), self._marks)
 
     def gauges(self) -> Readers:
         cache, gate = self.intake.cache.statistics, self.intake.gate.statistics
@@ -104,14 +105,14 @@ def make_media(config: MediaConfig, checkpoint: Checkpoint, *, num_threads: int)
     """
     if checkpoint.vision is None or checkpoint.chat_template is None:
         return None
-    if checkpoint.model_type not in MODEL_TYPES:
-        log.warning("models of type %s are served without images", checkpoint.model_type)
-        return None
     limits = ImageLimits(max_bytes=int(config.max_file_mb * 2**20), max_pixels=int(config.max_megapixels * 1e6))
     video_limits = VideoLimits(
         max_bytes=limits.max_bytes, max_frames=config.max_video_frames, max_seconds=config.max_video_seconds
     )
-    handler = QwenMedia.read(checkpoint.path, checkpoint.model_type, limits, video_limits)
+    handler = _handler(checkpoint, checkpoint.vision, limits, video_limits)
+    if handler is None:
+        log.warning("models of type %s are served without images", checkpoint.model_type)
+        return None
     rules = FetchRules(domains=config.allowed_domains, max_bytes=limits.max_bytes, timeout_s=config.fetch_timeout_s)
     recorders = {role: [Recorder() for _ in range(num_threads)] for role in ("open", "decode")}
     recorders["fetch"] = [Recorder()]
@@ -130,19 +131,31 @@ def make_media(config: MediaConfig, checkpoint: Checkpoint, *, num_threads: int)
         num_threads=num_threads,
         on_thread=on_thread,
     )
-    token_ids = {Modality.IMAGE: checkpoint.vision.image_token_id}
-    if checkpoint.vision.video_token_id is not None and not handler.spells_times:  # those times are not written yet
-        token_ids[Modality.VIDEO] = checkpoint.vision.video_token_id
-    return MediaFront(intake, _part_rules(config, checkpoint, token_ids), token_ids, [*chain(*recorders.values())])
+    marks = dict(handler.marks)
+    return MediaFront(intake, _part_rules(config, checkpoint, marks), marks, [*chain(*recorders.values())])
 
 
-def _part_rules(config: MediaConfig, checkpoint: Checkpoint, token_ids: Mapping[Modality, int]) -> PartRules:
+def _handler(
+    checkpoint: Checkpoint, vision: VisionInputs, limits: ImageLimits, video_limits: VideoLimits
+) -> MediaHandler | None:
+    """Return what makes a family's inputs of media; None for a family whose media are not served."""
+    if checkpoint.model_type in FEATURE_FAMILIES:
+        return ProcessedMedia(checkpoint.path, vision.image_token_id, limits)
+    if checkpoint.model_type not in PATCH_FAMILIES:
+        return None
+    marks = {Modality.IMAGE: vision.image_token_id}
+    if vision.video_token_id is not None:
+        marks[Modality.VIDEO] = vision.video_token_id
+    return QwenMedia.read(checkpoint.path, checkpoint.model_type, marks, limits, video_limits)
+
+
+def _part_rules(config: MediaConfig, checkpoint: Checkpoint, marks: Mapping[Modality, int]) -> PartRules:
     from tokenizers import Tokenizer
 
     token_of = Tokenizer.from_file(str(checkpoint.tokenizer_json)).id_to_token
     most = {Modality.IMAGE: config.max_images, Modality.VIDEO: config.max_videos}
     return PartRules(
-        max_items={modality: most[modality] for modality in token_ids},
+        max_items={modality: most[modality] for modality in marks},
         shows_parts=shows_parts(checkpoint.chat_template or ""),
-        marks={modality: token_of(token_id) or "" for modality, token_id in token_ids.items()},
+        marks={modality: token_of(token_id) or "" for modality, token_id in marks.items()},
     )

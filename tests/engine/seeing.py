@@ -97,7 +97,7 @@ class Prompt:
             name = modality.value
             inputs[f"{name}_grid_thw"] = torch.tensor([item.grid for item in shown])
             mean, std = (np.repeat(np.array(v, np.float32) * 255, ROW_LEN // 3) for v in (scale.mean, scale.std))
-            pixels = np.concatenate([(item.patches - mean) / std for item in shown]).astype(np.float32)
+            pixels = np.concatenate([(item.own_patches - mean) / std for item in shown]).astype(np.float32)
             inputs[f"pixel_values{suffix}"] = torch.from_numpy(pixels)
             if modality is Modality.VIDEO and self._counts_seconds:
                 inputs["second_per_grid_ts"] = torch.tensor([item.second_per_grid for item in shown])

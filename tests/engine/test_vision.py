@@ -178,7 +178,7 @@ def wrong_spans() -> dict[str, tuple[list[int], list[MediaSpan]]]:
     """Return prompts and spans that do not go together."""
     image = picture(random.Random(1), (1, 4, 4))
     ids = [1, START, *[IMAGE] * 4, END, 2]
-    misfit = dataclasses.replace(image, patches=image.patches[:, :-1])
+    misfit = dataclasses.replace(image, patches=image.own_patches[:, :-1])
     return {
         "elsewhere": (ids, [MediaSpan(image, 3)]),
         "past the end": (ids, [MediaSpan(image, 7)]),
@@ -186,7 +186,7 @@ def wrong_spans() -> dict[str, tuple[list[int], list[MediaSpan]]]:
         "twice": (ids, [MediaSpan(image, 2), MediaSpan(image, 2)]),
         "of another kind": (ids, [MediaSpan(dataclasses.replace(image, modality=Modality.VIDEO), 2)]),
         "patches of another size": (ids, [MediaSpan(misfit, 2)]),
-        "not enough patches": (ids, [MediaSpan(dataclasses.replace(image, patches=image.patches[1:]), 2)]),
+        "not enough patches": (ids, [MediaSpan(dataclasses.replace(image, patches=image.own_patches[1:]), 2)]),
         "another count": (ids, [MediaSpan(dataclasses.replace(image, num_tokens=3), 2)]),
         "touching": ([1, *[IMAGE] * 8, 2], [MediaSpan(image, 1), MediaSpan(image, 5)]),
     }
@@ -247,20 +247,20 @@ def test_pixels_are_normalized_as_their_processor_does(qwen: TinySeeing, torch: 
     image = picture(random.Random(1), (1, 4, 4))
     rules = PatchRules(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
     ours = tower._normalized(MediaUnit(b"", 0, 4, image, 0)).numpy()
-    assert np.allclose(ours, normalize(image.patches, rules), atol=1e-5)
+    assert np.allclose(ours, normalize(image.own_patches, rules), atol=1e-5)
 
 
 def test_other_families_are_refused_at_start(torch: Any) -> None:
     import transformers
 
     from ftserve.engine.loader import UnsupportedModelError
-    from ftserve.engine.vision import VisionTower
+    from ftserve.engine.vision_runner import make_tower
     from tests.engine.seeing import INPUTS
 
     text = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlavaConfig(text_config=text, vision_config=tower)
+    config = transformers.LlavaNextConfig(text_config=text, vision_config=tower)
     model = transformers.AutoModelForImageTextToText.from_config(config)
-    with pytest.raises(UnsupportedModelError, match="LlavaForConditionalGeneration: of vision-language models, qwen2"):
-        VisionTower(model, INPUTS, max_bytes=1 << 20)
+    with pytest.raises(UnsupportedModelError, match="LlavaNextForConditionalGeneration: of vision-language models, "):
+        make_tower(model, INPUTS, max_bytes=1 << 20)

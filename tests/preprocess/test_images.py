@@ -65,10 +65,10 @@ def assert_equal_to_reference(item: MediaItem, image: Image.Image, rules: PatchR
     pixel_values, grid = reference(image, rules)
     assert list(item.grid) == grid
     assert item.num_tokens == np.prod(grid) // rules.merge_size**2
-    assert item.patches.dtype == np.uint8
-    assert item.patches.shape == pixel_values.shape
+    assert item.own_patches.dtype == np.uint8
+    assert item.own_patches.shape == pixel_values.shape
     std = np.asarray(rules.std, np.float32)[:, None] * 255
-    off = np.abs(normalize(item.patches, rules) - pixel_values).reshape(len(pixel_values), 3, -1) * std
+    off = np.abs(normalize(item.own_patches, rules) - pixel_values).reshape(len(pixel_values), 3, -1) * std
     assert (off > 2).mean() < 0.005
 
 
@@ -81,7 +81,7 @@ def test_equals_the_processor_at_every_size(size: tuple[int, int], rules: PatchR
 
 def test_values_of_an_upright_picture_equal_the_processors_exactly() -> None:
     image = picture(640, 480)
-    assert np.allclose(normalize(item_of(encoded(image)).patches, SMALL), reference(image, SMALL)[0], atol=1e-5)
+    assert np.allclose(normalize(item_of(encoded(image)).own_patches, SMALL), reference(image, SMALL)[0], atol=1e-5)
 
 
 @cache

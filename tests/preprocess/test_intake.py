@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -41,6 +41,7 @@ class Handler:
     max_bytes = 1000
 
     def __init__(self) -> None:
+        self.marks: Mapping[Modality, int] = {Modality.IMAGE: 0}
         self.on_decode: Callable[[bytes], None] = lambda data: None
 
     def options(self, source: MediaSource) -> bytes:
@@ -90,7 +91,7 @@ def found(gathering: Gathering) -> list[bytes]:
     over = threading.Event()
     gathering.when_over(over.set)
     assert over.wait(PATIENCE_S)
-    return [item.patches.tobytes() for item in gathering.found()]
+    return [item.own_patches.tobytes() for item in gathering.found()]
 
 
 def test_items_come_in_the_order_of_their_parts() -> None:

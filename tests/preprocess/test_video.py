@@ -34,7 +34,7 @@ LIMITS = VideoLimits()
 
 
 def handler(rules: VideoRules = QWEN2, limits: VideoLimits = LIMITS) -> QwenMedia:
-    return QwenMedia(PatchRules(), rules, ImageLimits(), limits)
+    return QwenMedia(PatchRules(), rules, {}, ImageLimits(), limits)
 
 
 def item_of(*pieces: bytes, rules: VideoRules = QWEN2, limits: VideoLimits = LIMITS, **options: float) -> MediaItem:
@@ -45,7 +45,7 @@ def item_of(*pieces: bytes, rules: VideoRules = QWEN2, limits: VideoLimits = LIM
 def shown(item: MediaItem, rules: VideoRules = QWEN2) -> list[int]:
     """Return the numbers of the frames in an item of a numbered clip."""
     depth, size = rules.patches.temporal_patch_size, rules.patches.patch_size
-    frames = item.patches.reshape(item.grid[0], -1, 3, depth, size * size)
+    frames = item.own_patches.reshape(item.grid[0], -1, 3, depth, size * size)
     return [number_of(np.moveaxis(frames[t, :, :, d], 1, -1)) for t in range(item.grid[0]) for d in range(depth)]
 
 
@@ -96,7 +96,7 @@ def test_pixels_equal_the_processors(rules: VideoRules, size: tuple[int, int]) -
         return_tensors="np",
     )
     assert [list(item.grid)] == expected["video_grid_thw"].tolist()
-    off = np.abs(normalize(item.patches, rules.patches) - expected["pixel_values_videos"])
+    off = np.abs(normalize(item.own_patches, rules.patches) - expected["pixel_values_videos"])
     assert (off * 255 * max(rules.patches.std) > 2).mean() < 0.005
 
 
