@@ -230,7 +230,7 @@ def idle_share(batch: int, steps: int, *, is_asynchronous: bool) -> float:
     busy, began = stepper.device_seconds(), time.perf_counter()
     for _ in range(steps):
         stepper.step()
-    return 1.0 - (stepper.device_seconds() - busy) / (time.perf_counter() - began)
+    return max(0.0, 1.0 - (stepper.device_seconds() - busy) / (time.perf_counter() - began))  # one step is ahead
 
 
 def print_steps(checkpoint: Checkpoint, stepper: TorchStepper, steps: int) -> None:
