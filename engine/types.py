@@ -102,12 +102,11 @@ class MediaItem:
     """
 
     modality: Modality
-    num_tokens: int  # of the prompt, from the first placeholder to the last
+    num_tokens: int  # of the prompt, from the first placeholder to the last; of a clip, over its steps
     digest: bytes  # equal only for equal content and equal salt: the identity in the caches
     patches: NDArray[np.uint8] | None = None  # [t * h * w, channels * frames * size * size], in the order of merging
     grid: tuple[int, int, int] = (1, 1, 1)  # (t, h, w) in patches, as in `image_grid_thw`
     second_per_grid: float | None = None  # video: seconds of the clip per step of t
-    timestamps_s: tuple[float, ...] = ()  # video: where in the clip each step of t lies, for models that spell it out
     features: tuple[Feature, ...] = ()
     replacement: Sequence[int] = ()  # ids in place of its mark in the prompt; empty: `num_tokens` placeholders
     lead: int = 0  # how many of these come before the first placeholder

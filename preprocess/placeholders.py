@@ -32,8 +32,17 @@ def expand(
     expanded, spans, copied = array(ID_TYPECODE), [], 0
     for (place, _), item in zip(places, items, strict=True):
         expanded += prompt[copied:place]
-        spans.append(MediaSpan(item, len(expanded) + item.lead))
+        spans += _spans(item, len(expanded), prompt[place])
         expanded += array(ID_TYPECODE, item.replacement) or prompt[place : place + 1] * item.num_tokens
         copied = place + 1
     expanded += prompt[copied:]
     return expanded, tuple(spans)
+
+
+def _spans(item: MediaItem, start: int, placeholder: int) -> list[MediaSpan]:
+    """Return where an item is whose ids begin at `start`: each step of a clip by itself, if there are times between."""
+    ids = item.replacement
+    if item.modality is not Modality.VIDEO or not ids:
+        return [MediaSpan(item, start + item.lead)]
+    begins = [k for k, found in enumerate(ids) if found == placeholder and (k == 0 or ids[k - 1] != placeholder)]
+    return [MediaSpan(item, start + begin, step) for step, begin in enumerate(begins)]

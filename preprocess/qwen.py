@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from ftserve.preprocess.animation import Animation, FrameList
 from ftserve.preprocess.formats import ImageLimits, open_image
 from ftserve.preprocess.images import PatchRules, PatchWriter, image_item, resize
 from ftserve.preprocess.sources import MediaSource, Payload
+from ftserve.preprocess.tokens import ID_TYPECODE
 from ftserve.preprocess.video import Clip, VideoFile, VideoLimits
 from ftserve.preprocess.video_rules import VideoRules
 
@@ -39,12 +41,33 @@ class OpenedImage:
         return image_item(self.image, self.rules, key)
 
 
+class StepTimes:
+    """Writes in the prompt when each step of a clip was, as Qwen3-VL's processor does. Any thread."""
+
+    def __init__(self, tokenizer_json: Path) -> None:
+        """Read the tokenizer of the model."""
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(tokenizer_json))
+
+    def ids(self, times_s: Sequence[float], tokens_per_step: int) -> array[int]:
+        """Return what stands for a clip in the prompt: before the placeholders of each step its time.
+
+        The texts lie between special tokens, so that they are tokens of their own.
+        """
+        pieces = [
+            f"<{time:.1f} seconds><|vision_start|>{'<|video_pad|>' * tokens_per_step}<|vision_end|>" for time in times_s
+        ]
+        return array(ID_TYPECODE, self._tokenizer.encode("".join(pieces), add_special_tokens=False).ids)
+
+
 @dataclass(frozen=True, slots=True)
 class OpenedClip:
     """A clip whose headers have been read."""
 
     clip: Clip
     rules: VideoRules
+    step_times: StepTimes | None  # None: the prompt does not say them
 
     @property
     def pixels(self) -> int:
@@ -64,14 +87,16 @@ class OpenedClip:
                 raise RequestCancelledError("The client has gone.")
             writer.put(resize(pixels, size))
         depth = rules.patches.temporal_patch_size
+        times_s = _step_times([clip.times_s[k] for k in indices], depth)
+        num_tokens = math.prod(writer.grid) // rules.patches.merge_size**2
         return MediaItem(
             modality=Modality.VIDEO,
             patches=writer.finish(),
             grid=writer.grid,
-            num_tokens=math.prod(writer.grid) // rules.patches.merge_size**2,
+            num_tokens=num_tokens,
             digest=key,
             second_per_grid=depth / (len(indices) / len(clip.times_s) * clip.rate),
-            timestamps_s=_step_times([clip.times_s[k] for k in indices], depth),
+            replacement=() if self.step_times is None else self.step_times.ids(times_s, num_tokens // len(times_s)),
         )
 
 
@@ -91,8 +116,10 @@ class QwenMedia:
         marks: Mapping[Modality, int],
         image_limits: ImageLimits,
         video_limits: VideoLimits,
+        step_times: StepTimes | None = None,
     ) -> None:
         self.marks = marks
+        self._step_times = step_times
         self.max_bytes = max(image_limits.max_bytes, video_limits.max_bytes)
         self._images = images
         self._videos = videos
@@ -114,9 +141,8 @@ class QwenMedia:
             ValueError: its processor is configured in a way that we do not reproduce.
         """
         videos = VideoRules.read(directory, spells_times=model_type in _SPELLING_TIMES)
-        if videos.spells_times:  # which is not written yet
-            marks = {Modality.IMAGE: marks[Modality.IMAGE]}
-        return cls(PatchRules.read(directory), videos, marks, image_limits, video_limits)
+        step_times = StepTimes(directory / "tokenizer.json") if videos.spells_times else None
+        return cls(PatchRules.read(directory), videos, marks, image_limits, video_limits, step_times)
 
     def options(self, source: MediaSource) -> bytes:
         rules = self._image_rules(source) if source.modality is Modality.IMAGE else self._video_rules(source)
@@ -130,10 +156,10 @@ class QwenMedia:
             return OpenedImage(image, image_rules)
         rules, limits = self._video_rules(source), self._video_limits
         if len(payload) > 1:
-            return OpenedClip(FrameList(payload, limits, rules.fps), replace(rules, fps=math.inf))
+            return OpenedClip(FrameList(payload, limits, rules.fps), replace(rules, fps=math.inf), self._step_times)
         data = payload[0]
         is_picture = data.startswith((b"GIF8", b"\xff\xd8\xff")) or data[8:12] == b"WEBP"
-        return OpenedClip(Animation(data, limits) if is_picture else VideoFile(data, limits), rules)
+        return OpenedClip(Animation(data, limits) if is_picture else VideoFile(data, limits), rules, self._step_times)
 
     def _image_rules(self, source: MediaSource) -> PatchRules:
         return _sized(self._images, dict(source.options))

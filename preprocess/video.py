@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -103,8 +104,10 @@ class VideoFile:
         rate = float(stream.average_rate or stream.base_rate or 0)
         self._has_times = len(self._marks) == len(shown) and len(set(self._marks)) == len(shown)
         if self._has_times:
-            seconds = float(stream.time_base or 0)
-            self.times_s: Sequence[float] = [(mark - self._marks[0]) * seconds for mark in self._marks]
+            base = stream.time_base or Fraction(0)  # multiplied before it is divided by: one rounding
+            self.times_s: Sequence[float] = [
+                (mark - self._marks[0]) * base.numerator / base.denominator for mark in self._marks
+            ]
             if self.times_s[-1] > 0:
                 measured = (len(shown) - 1) / self.times_s[-1]
                 rate = rate if measured / 2 < rate < measured * 2 else measured  # a header may say anything

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
+from array import array
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import av
@@ -12,11 +15,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ftserve.engine.checkpoint import resolve
 from ftserve.engine.errors import FtserveError, InvalidRequestError, MediaError, RequestCancelledError
 from ftserve.engine.types import MediaItem, Modality
 from ftserve.preprocess.formats import ImageLimits
 from ftserve.preprocess.images import PatchRules, normalize
-from ftserve.preprocess.qwen import QwenMedia
+from ftserve.preprocess.placeholders import expand
+from ftserve.preprocess.qwen import QwenMedia, StepTimes
 from ftserve.preprocess.sources import MediaSource
 from ftserve.preprocess.video import VideoFile, VideoLimits
 from ftserve.preprocess.video_rules import VideoRules
@@ -33,8 +38,19 @@ QWEN3 = VideoRules(
 LIMITS = VideoLimits()
 
 
+@cache
+def step_times() -> StepTimes:
+    return StepTimes(resolve("tiny-vlm") / "tokenizer.json")
+
+
 def handler(rules: VideoRules = QWEN2, limits: VideoLimits = LIMITS) -> QwenMedia:
-    return QwenMedia(PatchRules(), rules, {}, ImageLimits(), limits)
+    return QwenMedia(PatchRules(), rules, {}, ImageLimits(), limits, step_times() if rules.spells_times else None)
+
+
+def spelled(item: MediaItem) -> list[float]:
+    """Return the times that the prompt says before the steps of a clip."""
+    text = step_times()._tokenizer.decode(list(item.replacement), skip_special_tokens=False)
+    return [float(found) for found in re.findall(r"<([\d.]+) seconds>", text)]
 
 
 def item_of(*pieces: bytes, rules: VideoRules = QWEN2, limits: VideoLimits = LIMITS, **options: float) -> MediaItem:
@@ -100,6 +116,34 @@ def test_pixels_equal_the_processors(rules: VideoRules, size: tuple[int, int]) -
     assert (off * 255 * max(rules.patches.std) > 2).mean() < 0.005
 
 
+@pytest.mark.parametrize(("num_frames", "rate"), [(9, 4), (50, 10), (31, 30)])
+def test_the_prompt_says_when_each_step_was_as_the_processor_does(num_frames: int, rate: int) -> None:
+    """Qwen3-VL. The processor is given the frames that we choose, at the same size."""
+    from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.video_utils import VideoMetadata
+
+    item = item_of(clip(num_frames, rate=rate), rules=QWEN3)
+    tokenizer: Any = AutoTokenizer.from_pretrained(resolve("tiny-vlm"))
+    chosen = list(QWEN3.choose(num_frames, rate))
+    made: Any = Qwen3VLProcessor(Qwen2VLImageProcessorPil(), tokenizer, processor(QWEN3))
+    expected = made(
+        text="Look!<|vision_start|><|video_pad|><|vision_end|> Well?",
+        videos=[np.stack([np.moveaxis(numbered(k), -1, 0) for k in chosen])],
+        video_metadata=[VideoMetadata(total_num_frames=num_frames, fps=rate, frames_indices=chosen)],
+        do_sample_frames=False,
+        return_tensors="np",
+    )["input_ids"][0].tolist()
+    mark = tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    prompt = array("I", tokenizer.encode("Look!<|vision_start|><|video_pad|><|vision_end|> Well?"))
+    ids, spans = expand(prompt, [item], {Modality.VIDEO: mark})
+    assert ids.tolist() == expected
+    assert [span.step for span in spans] == list(range(item.grid[0]))
+    for span in spans:
+        assert set(ids[span.offset : span.offset + span.num_tokens]) == {mark}
+        assert mark not in (ids[span.offset - 1], ids[span.offset + span.num_tokens])
+
+
 @pytest.mark.parametrize("keyframes", [1, 7, 250])
 def test_frames_are_distinct_and_in_order_wherever_keyframes_are(keyframes: int) -> None:
     data = clip(50, keyframes=keyframes, options={"bf": "2", "preset": "veryfast", "crf": "4"})
@@ -156,8 +200,8 @@ def test_times_are_true_where_the_rate_varies() -> None:
     ticks = [0, 1, 2, 3, 20, 21, 22, 60]
     video = VideoFile(clip(8, rate=10, ticks=ticks), LIMITS)
     assert video.times_s == pytest.approx([tick / 10 for tick in ticks])
-    item = item_of(clip(8, rate=10, ticks=ticks), num_frames=8)
-    assert item.timestamps_s == pytest.approx([0.05, 0.25, 2.05, 4.1])
+    item = item_of(clip(8, rate=10, ticks=ticks), num_frames=8, rules=QWEN3)
+    assert spelled(item) == pytest.approx([0.05, 0.25, 2.05, 4.1], abs=0.051)
 
 
 def test_seconds_per_grid_equal_the_processors() -> None:
@@ -205,7 +249,7 @@ def test_frames_that_the_client_chose_are_all_shown() -> None:
     item = item_of(*pictures, fps=4)
     assert shown(item) == [0, 1, 2, 3, 4, 4]
     assert item.second_per_grid == pytest.approx(0.5)
-    assert item.timestamps_s == pytest.approx([0.125, 0.625, 1.0])
+    assert spelled(item_of(*pictures, fps=4, rules=QWEN3)) == pytest.approx([0.125, 0.625, 1.0], abs=0.051)
     assert shown(item_of(*pictures, num_frames=2)) == [0, 2]
 
 
