@@ -19,6 +19,7 @@ from ftserve.engine.pooling import Pooling, is_generating, read_pooling
 # their own processor makes of an image.
 PATCH_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 FEATURE_FAMILIES = frozenset({"idefics3", "llava", "mistral3", "smolvlm"})
+AUDIO_FAMILIES = frozenset({"qwen2_audio"})  # those that hear
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
@@ -88,6 +89,15 @@ class VisionInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AudioInputs:
+    """How an audio-language model's prompt and sound look."""
+
+    audio_token_id: int  # the placeholder of one embedding
+    num_mel_bins: int
+    num_frames: int  # of the spectrum of a clip, with the silence behind it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """What the files of a model say. Any thread may read it; the mappings are never written again."""
 
@@ -103,6 +113,7 @@ class Checkpoint:
     generation_defaults: Mapping[str, float | int]  # sampling values that the model's makers recommend
     model_type: str  # transformers' name of the family
     vision: VisionInputs | None  # None: takes no pictures
+    audio: AudioInputs | None  # None: takes no sound
     hidden_size: int | None  # of a token's hidden state
     is_generating: bool  # continues text; others only make vectors of it
     pooling: Pooling | None  # how vectors are made, where its makers say so
@@ -146,10 +157,16 @@ class Checkpoint:
             generation_defaults=_generation_defaults(generation),
             model_type=str(config.get("model_type", "")),
             vision=_vision_inputs(path, config),
+            audio=_audio_inputs(config),
             hidden_size=next((size for size in sizes if isinstance(size, int)), None),
             is_generating=is_generating(config.get("architectures") or ()),
             pooling=pooling,
         )
+
+    @property
+    def media_inputs(self) -> VisionInputs | AudioInputs | None:
+        """What the model takes beside text."""
+        return self.vision or self.audio
 
 
 def read_generation_defaults(path: Path) -> dict[str, float | int]:
@@ -193,6 +210,19 @@ def _vision_inputs(path: Path, config: dict[str, Any]) -> VisionInputs | None:
         video_token_id=video_token if isinstance(video_token, int) else None,
         image=_normalization(image),
         video=_normalization(video),
+    )
+
+
+def _audio_inputs(config: dict[str, Any]) -> AudioInputs | None:
+    """Return how sound is shown to the model; None for one of no family that hears."""
+    token = config.get("audio_token_id", config.get("audio_token_index"))
+    if config.get("model_type") not in AUDIO_FAMILIES or not isinstance(token, int):
+        return None
+    tower = config.get("audio_config") or {}
+    return AudioInputs(  # the defaults are those of transformers' Qwen2AudioEncoderConfig
+        audio_token_id=token,
+        num_mel_bins=tower.get("num_mel_bins", 128),
+        num_frames=2 * tower.get("max_source_positions", 1500),
     )
 
 

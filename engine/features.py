@@ -1,4 +1,4 @@
-"""Vision towers of any family, by the model's own `get_image_features`: once an image. Engine thread only.
+"""Towers of any family, by the model's own code: once an image or a clip of sound. Engine thread only.
 
 What the processor makes of an image in the prompt may have tokens that are no placeholders between those that are: ends
 of rows, names of tiles. Their embeddings are kept with the image's, so that what is kept covers its place in the prompt
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ftserve.engine.checkpoint import VisionInputs
 from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.media import MediaUnit, PromptMedia, split_media
 from ftserve.engine.transfer import upload
@@ -25,21 +24,22 @@ from ftserve.engine.types import GenerationRequest, MediaItem
 
 log = logging.getLogger("ftserve.engine")
 
+Compute = Callable[[Mapping[str, Tensor]], Tensor]  # an item's features by name to its embeddings [n, width]
+
 
 class FeatureTower:
-    """Encodes images, and keeps their embeddings until it is told to drop them."""
+    """Encodes images or sound, and keeps their embeddings until it is told to drop them."""
 
-    def __init__(self, model: PreTrainedModel, inputs: VisionInputs, *, max_bytes: int) -> None:
-        """Take the tower of `model`; `max_bytes` are for embeddings.
+    def __init__(self, model: PreTrainedModel, placeholder: int, compute: Compute, *, max_bytes: int) -> None:
+        """Take the tower of `model`, which `compute` runs; `max_bytes` are for embeddings.
 
         Raises:
             ValueError: nothing fits.
         """
-        self._model: Any = model.model
         self._embed: Any = model.get_input_embeddings()
         self._device, self._dtype = model.device, model.dtype
-        self._placeholder = inputs.image_token_id
-        self._names = inspect.signature(self._model.get_image_features).parameters.keys()
+        self._placeholder = placeholder
+        self._compute = compute
         self._kept: dict[bytes, Tensor] = {}  # name: [1, tokens, width]
         token_bytes = model.config.get_text_config().hidden_size * self._dtype.itemsize
         self.capacity = max_bytes // token_bytes  # tokens
@@ -47,7 +47,7 @@ class FeatureTower:
             raise ValueError(f"--encoder-cache-gb: {max_bytes} bytes are less than a token's {token_bytes}")
 
     def prepare(self, request: GenerationRequest) -> PromptMedia:
-        """Check the request's images and say where they are in the prompt.
+        """Check the request's media and say where they are in the prompt.
 
         Raises:
             InvalidRequestError: they do not fit the model, or one does not fit the memory for embeddings.
@@ -57,11 +57,11 @@ class FeatureTower:
             start, end_before = span.offset, end
             end = start + span.num_tokens
             shown = tuple(request.prompt_ids[start:end])
-            if start < end_before or shown != _shown(span.item) or self._placeholder not in shown:
-                raise InvalidRequestError("The prompt has no placeholders where its images are.", param="messages")
+            if start < end_before or shown != self._shown(span.item) or self._placeholder not in shown:
+                raise InvalidRequestError("The prompt has no placeholders where its media are.", param="messages")
             if span.item.features == () or span.num_tokens > self.capacity:
                 raise InvalidRequestError(
-                    f"An image of {span.num_tokens} tokens does not fit: the engine holds {self.capacity}.",
+                    f"An item of {span.num_tokens} tokens does not fit: the engine holds {self.capacity}.",
                     param="messages",
                 )
         return PromptMedia(split_media(request))
@@ -74,16 +74,12 @@ class FeatureTower:
     @torch.inference_mode()
     def _encode(self, item: MediaItem) -> Tensor:
         """Return [1, tokens, width]; numbers that are none if the processor reserves another number of tokens."""
-        ids = upload(np.array(_shown(item), np.int64), self._device)
-        embeddings = self._embed(ids)
-        output = self._model.get_image_features(
-            **{name: self._upload(values) for name, values in item.features if name in self._names}
-        ).pooler_output
-        parts = [output] if isinstance(output, Tensor) else output
-        rows = torch.cat([part.reshape(-1, embeddings.shape[-1]) for part in parts]).to(embeddings.dtype)
-        places = np.flatnonzero(np.array(_shown(item)) == self._placeholder)
+        ids = np.array(self._shown(item), np.int64)
+        embeddings = self._embed(upload(ids, self._device))
+        rows = self._compute({name: self._upload(values) for name, values in item.features}).to(embeddings.dtype)
+        places = np.flatnonzero(ids == self._placeholder)
         if len(places) != len(rows):
-            log.error("an image has %d embeddings, and %d placeholders by its processor", len(rows), len(places))
+            log.error("%s has %d embeddings, and %d placeholders", item.modality.value, len(rows), len(places))
             return torch.full_like(embeddings, torch.nan)[None]  # ends the request, and no other
         whole: Tensor = embeddings.index_copy(0, upload(places, self._device), rows)[None]
         return whole
@@ -101,7 +97,20 @@ class FeatureTower:
         """Return [1, tokens, width] of a unit that was encoded."""
         return self._kept[unit.name]
 
+    def _shown(self, item: MediaItem) -> tuple[int, ...]:
+        """Return the ids of the prompt from the item's first placeholder to its last."""
+        shown = tuple(item.replacement[item.lead : item.lead + item.num_tokens])
+        return shown or (self._placeholder,) * item.num_tokens
 
-def _shown(item: MediaItem) -> tuple[int, ...]:
-    """Return the ids of the prompt from the item's first placeholder to its last."""
-    return tuple(item.replacement[item.lead : item.lead + item.num_tokens])
+
+def image_features(model: PreTrainedModel) -> Compute:
+    """Return what runs the vision tower of a model that has `get_image_features`."""
+    run: Any = model.model.get_image_features
+    names = inspect.signature(run).parameters.keys()
+
+    def compute(features: Mapping[str, Tensor]) -> Tensor:
+        output = run(**{name: values for name, values in features.items() if name in names}).pooler_output
+        parts = [output] if isinstance(output, Tensor) else output
+        return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+    return compute

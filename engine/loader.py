@@ -15,7 +15,7 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
@@ -58,20 +58,20 @@ def choose_dtype(wanted: str, path: Path, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def load_model(path: Path, *, device: torch.device, dtype: torch.dtype, sees: bool = False) -> PreTrainedModel:
-    """Load the model in `path` for inference; `sees` tells that it is a vision-language model.
+def load_model(path: Path, *, device: torch.device, dtype: torch.dtype, has_tower: bool = False) -> PreTrainedModel:
+    """Load the model in `path` for inference; `has_tower` tells that it sees or hears.
 
     Raises:
         UnsupportedModelError: transformers does not know it as such a model, or cannot load it.
     """
     attention.register()
     transformers_logging.disable_progress_bar()  # once, at start: the log has its own line
-    kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    kind: Any = AutoModelForMultimodalLM if has_tower else AutoModelForCausalLM
     try:
         model = kind.from_pretrained(
             path,
             dtype=dtype,
-            attn_implementation=attention_of_parts() if sees else attention.IMPLEMENTATION,
+            attn_implementation=attention_of_parts() if has_tower else attention.IMPLEMENTATION,
             local_files_only=True,
         )
     except (ValueError, KeyError, ImportError) as exc:
@@ -80,8 +80,8 @@ def load_model(path: Path, *, device: torch.device, dtype: torch.dtype, sees: bo
 
 
 def attention_of_parts() -> dict[str, str]:
-    """Return which attention the parts of a vision-language model are to use."""
-    return {"text_config": attention.IMPLEMENTATION, "vision_config": "sdpa"}
+    """Return which attention the parts of a model that sees or hears are to use."""
+    return {"text_config": attention.IMPLEMENTATION, "vision_config": "sdpa", "audio_config": "sdpa"}
 
 
 def prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -96,9 +96,14 @@ def prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedMod
             f"{type(model).__name__}: rope type {unsteady.pop()} turns all keys when one sequence of the batch grows "
             "long, so what is cached would be wrong; such models are not served"
         )
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+    if not _has_tower(model) and "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(f"{type(model).__name__} does not take logits_to_keep")
     return model.to(device).eval().requires_grad_(False)  # type: ignore[no-any-return,arg-type]
+
+
+def _has_tower(model: PreTrainedModel) -> bool:
+    """Tell whether the model sees or hears; its text layers and head are then run one after the other."""
+    return "text_config" in model.config.sub_configs
 
 
 def _rope_types(model: PreTrainedModel) -> set[str]:
@@ -127,9 +132,8 @@ def attending_by(model: PreTrainedModel, attend: Callable[..., tuple[Tensor, Non
 
 
 def _set_text_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention of the layers that speak; a vision tower keeps its own."""
-    sees = "text_config" in model.config.sub_configs
-    model.set_attn_implementation({"text_config": name} if sees else name)
+    """Set the attention of the layers that speak; a tower keeps its own."""
+    model.set_attn_implementation({"text_config": name} if _has_tower(model) else name)
 
 
 def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
@@ -175,5 +179,5 @@ def _logits_after(model: PreTrainedModel, earlier: int) -> Tensor:
     ids = torch.tensor([[earlier, earlier + 1, 1]], device=model.device)
     positions = torch.tensor([[0, 1, 2]], device=model.device)
     output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, paged=None)
-    logits: Tensor = output.logits
+    logits: Tensor = output.logits[:, -1:]  # some families make all
     return logits

@@ -33,9 +33,9 @@ class TorchStepper(ContinuousBatcher[Tensor, TokenReading]):
         torch.set_num_threads(config.torch_threads or default_threads())
         self._device = loader.choose_device(config.device)
         self._dtype = loader.choose_dtype(config.dtype, checkpoint.path, self._device)
-        vision = checkpoint.vision
-        model = loader.load_model(checkpoint.path, device=self._device, dtype=self._dtype, sees=vision is not None)
-        tower = None if vision is None else make_tower(model, vision, max_bytes=int(config.encoder_cache_gb * 1e9))
+        inputs = checkpoint.media_inputs
+        model = loader.load_model(checkpoint.path, device=self._device, dtype=self._dtype, has_tower=inputs is not None)
+        tower = None if inputs is None else make_tower(model, inputs, max_bytes=int(config.encoder_cache_gb * 1e9))
         if packed.can_pack(self._device, self._dtype):
             packed.pack_linears(model)
         shapes = loader.probe_layers(model)

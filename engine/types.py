@@ -70,7 +70,7 @@ class RequestTimes:
     validated: float = 0.0  # preprocess thread
     templated: float = 0.0  # preprocess thread
     tokenized: float = 0.0  # preprocess thread
-    media_ready: float = 0.0  # preprocess thread: the images and videos are decoded
+    media_ready: float = 0.0  # preprocess thread: images, videos and sound are decoded
     submitted: float = 0.0  # preprocess thread: pushed into the engine's inbox
     admitted: float = 0.0  # engine thread: taken from the inbox
     scheduled: float = 0.0  # engine thread: first step that works on it
@@ -79,14 +79,15 @@ class RequestTimes:
 
 
 class Modality(enum.Enum):
-    """What a media item was before it became patches."""
+    """What a media item was before it became patches or features."""
 
     IMAGE = "image"
     VIDEO = "video"
+    AUDIO = "audio"
 
 
 class Feature(NamedTuple):
-    """One input of a model's `get_image_features`, as its processor makes it for one image."""
+    """One input of a model's tower, as its processor makes it for one image or one clip of sound."""
 
     name: str
     values: NDArray[np.generic]  # of a type in `codec.DTYPES`
@@ -94,7 +95,7 @@ class Feature(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MediaItem:
-    """One image or clip as a model takes it.
+    """One image, video or clip of sound as a model takes it.
 
     For the Qwen-VL family that is `patches`, not normalized, which is left to the device; for other families it is
     `features`. One object is shared by the cache and by every request that shows it, on any thread; nobody writes to

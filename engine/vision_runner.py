@@ -1,6 +1,7 @@
-"""Run a vision-language model over the flat batch of a step. Engine thread only.
+"""Run a model that sees or hears over the flat batch of a step. Engine thread only.
 
-What the vision tower made of an image takes the place of its placeholders' embeddings, as far as they are in the step.
+What its tower made of an image or of sound takes the place of the placeholders' embeddings, as far as they are in the
+step.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ftserve.engine.checkpoint import FEATURE_FAMILIES, PATCH_FAMILIES, VisionInputs
+from ftserve.engine.checkpoint import FEATURE_FAMILIES, PATCH_FAMILIES, AudioInputs, VisionInputs
 from ftserve.engine.encoder_cache import EncoderCache
-from ftserve.engine.features import FeatureTower
+from ftserve.engine.features import FeatureTower, image_features
+from ftserve.engine.hearing import audio_features
 from ftserve.engine.kernels import DecodeKernel
 from ftserve.engine.kv_cache import KVCache
 from ftserve.engine.loader import UnsupportedModelError
@@ -27,7 +29,7 @@ Tower = VisionTower | FeatureTower
 
 
 class VisionModelRunner(ModelRunner):
-    """A `ModelRunner` that sees."""
+    """A `ModelRunner` that sees or hears."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class VisionModelRunner(ModelRunner):
         return logits
 
     def _merge(self, plan: StepPlan, embeds: Tensor) -> dict[str, Any]:
-        """Write what images look like over their placeholders in `embeds` [T, width].
+        """Write what the tower made of media over their placeholders in `embeds` [T, width].
 
         Returns:
             What the text model adds to the same tokens after its first layers, as keywords for it; often nothing.
@@ -114,24 +116,26 @@ def _rope_positions(plan: StepPlan, positions: np.ndarray) -> np.ndarray:
     return axes[:, None]
 
 
-def make_tower(model: PreTrainedModel, inputs: VisionInputs, *, max_bytes: int) -> Tower:
-    """Return what encodes images for `model`, and keeps `max_bytes` of embeddings.
+def make_tower(model: PreTrainedModel, inputs: VisionInputs | AudioInputs, *, max_bytes: int) -> Tower:
+    """Return what encodes media for `model`, and keeps `max_bytes` of embeddings.
 
     Raises:
         UnsupportedModelError: it is of a family that is not served.
         ValueError: nothing fits into `max_bytes`.
     """
     family = model.config.model_type
+    if isinstance(inputs, AudioInputs):
+        return FeatureTower(model, inputs.audio_token_id, audio_features(model), max_bytes=max_bytes)
     if family in PATCH_FAMILIES:
         return VisionTower(model, inputs, max_bytes=max_bytes)
     if family in FEATURE_FAMILIES:
-        return FeatureTower(model, inputs, max_bytes=max_bytes)
+        return FeatureTower(model, inputs.image_token_id, image_features(model), max_bytes=max_bytes)
     known = ", ".join(sorted(PATCH_FAMILIES | FEATURE_FAMILIES))
     raise UnsupportedModelError(f"{type(model).__name__}: of vision-language models, {known} are served")
 
 
 def make_runner(model: PreTrainedModel, tower: Tower | None, cache: KVCache, **options: Any) -> ModelRunner:
-    """Return the runner of a model with eyes or without."""
+    """Return the runner of a model with a tower or without."""
     return ModelRunner(model, cache, **options) if tower is None else VisionModelRunner(model, tower, cache, **options)
 
 

@@ -1,5 +1,7 @@
 """How many pixels may be in decoding at once, over the whole process: what bounds the memory of media.
 
+Sound has none; it counts by the bytes that its decoding takes, three a pixel.
+
 Guarantees:
     - What is inside never exceeds the bound, but for a single item that is larger than it, which goes in alone.
     - First come, first served: a large item is not overtaken by small ones for ever.
@@ -55,7 +57,7 @@ class PixelGate:
                 self._refused += 1
                 wait_s = self._waiting * self._seconds_per_pixel
                 raise OverloadedError(
-                    "Too many images and videos wait to be decoded.", retry_after_s=min(60, max(1, round(wait_s)))
+                    "Too much media waits to be decoded.", retry_after_s=min(60, max(1, round(wait_s)))
                 )
             else:
                 self._queue.append((pixels, start))

@@ -44,7 +44,7 @@ class Opened(Protocol):
 
     @property
     def pixels(self) -> int:
-        """What decoding it holds in memory."""
+        """What decoding it holds in memory; what has no pixels counts its bytes, three a pixel."""
 
     def decode(self, key: bytes, is_wanted: Callable[[], bool]) -> MediaItem:
         """Decode; on a thread that has called `prepare_thread`, once. Raises FtserveError.
@@ -275,8 +275,8 @@ def _ours(error: Exception) -> FtserveError:
     """Return an error that may be shown; what is not ours is a bug and is logged."""
     if isinstance(error, FtserveError):
         return error
-    log.error("an image or video could not be processed", exc_info=error)
-    return FtserveError("The server failed to process an image or video.")
+    log.error("media could not be processed", exc_info=error)
+    return FtserveError("The server failed to process an item of media.")
 
 
 def _stopping() -> FtserveError:

@@ -1,4 +1,4 @@
-"""Placeholders of images and videos in a prompt: one in the template's text becomes one a token in the ids."""
+"""Placeholders of images, videos and sound in a prompt: one in the template's text becomes one a token in the ids."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def expand(
     places = [(k, modalities[token_id]) for k, token_id in enumerate(prompt) if token_id in modalities]
     if [modality for _, modality in places] != [item.modality for item in items]:
         raise InvalidRequestError(
-            "The messages contain the model's own placeholder for an image or a video, or the chat template does not "
-            "show each of them where it stands.",
+            "The messages contain the model's own placeholder for media, or the chat template does not show each item "
+            "where it stands.",
             param="messages",
         )
     expanded, spans, copied = array(ID_TYPECODE), [], 0

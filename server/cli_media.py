@@ -1,4 +1,4 @@
-"""The command line's options about images and videos."""
+"""The command line's options about images, videos and sound."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from ftserve.server.config import MediaConfig
 
 Number = Callable[[str], float]
 
+_LIMITED = ("image", "video", "audio")
+
 
 def add_media_options(parser: argparse.ArgumentParser, amount: Number, amount_or_none: Number) -> None:
     """Add the group; `amount` and `amount_or_none` are argparse types for positive numbers, and for those and 0."""
     defaults = MediaConfig()
-    group = parser.add_argument_group("images and videos")
+    group = parser.add_argument_group("images, videos and sound")
     group.add_argument(
         "--mm-cache-gb",
         type=amount_or_none,
         default=defaults.cache_gb,
-        help="GiB of decoded images and videos that are kept; 0 keeps none",
+        help="GiB of decoded images, videos and sound that are kept; 0 keeps none",
     )
     group.add_argument(
         "--limit-mm-per-prompt",
         type=_limits,
-        default=f"image={defaults.max_images},video={defaults.max_videos}",
-        metavar="image=N,video=N",
+        default=f"image={defaults.max_images},video={defaults.max_videos},audio={defaults.max_audios}",
+        metavar="image=N,video=N,audio=N",
         help="how many of each one prompt may have; as JSON too",
     )
     group.add_argument(
@@ -47,17 +49,26 @@ def add_media_options(parser: argparse.ArgumentParser, amount: Number, amount_or
         "--media-fetch-timeout", type=amount, default=defaults.fetch_timeout_s, help="seconds until a fetch is given up"
     )
     group.add_argument(
-        "--max-media-mb", type=amount, default=defaults.max_file_mb, help="MiB of one image or video as it is sent"
+        "--max-media-mb",
+        type=amount,
+        default=defaults.max_file_mb,
+        help="MiB of one image, video or clip of sound as it is sent",
     )
     group.add_argument("--max-image-megapixels", type=amount, default=defaults.max_megapixels, help="size of one image")
     group.add_argument(
         "--max-video-seconds", type=amount, default=defaults.max_video_seconds, help="length of one video"
     )
     group.add_argument(
+        "--max-audio-seconds",
+        type=amount,
+        default=defaults.max_audio_seconds,
+        help="length of one clip of sound; never more than the model can hear",
+    )
+    group.add_argument(
         "--decoding-megapixels",
         type=amount,
         default=defaults.decoding_megapixels,
-        help="of all images and videos that are being decoded at once",
+        help="of all images and videos that are being decoded at once; sound counts as three bytes a pixel",
     )
     group.add_argument(
         "--waiting-megapixels",
@@ -75,9 +86,11 @@ def media_config(options: argparse.Namespace) -> MediaConfig:
         cache_gb=options.mm_cache_gb,
         max_images=limits.get("image", defaults.max_images),
         max_videos=limits.get("video", defaults.max_videos),
+        max_audios=limits.get("audio", defaults.max_audios),
         max_file_mb=options.max_media_mb,
         max_megapixels=options.max_image_megapixels,
         max_video_seconds=options.max_video_seconds,
+        max_audio_seconds=options.max_audio_seconds,
         decoding_megapixels=options.decoding_megapixels,
         waiting_megapixels=options.waiting_megapixels,
         allowed_local_path=options.allowed_local_media_path,
@@ -94,8 +107,8 @@ def _limits(text: str) -> dict[str, int]:
             limits = {name.strip(): int(count) for name, count in (part.split("=") for part in text.split(","))}
     except ValueError:
         limits = {"": 0}
-    if not all(name in ("image", "video") and type(count) is int and count >= 0 for name, count in limits.items()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form image=N,video=N")
+    if not all(name in _LIMITED and type(count) is int and count >= 0 for name, count in limits.items()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form image=N,video=N,audio=N")
     return limits
 
 

@@ -77,13 +77,15 @@ class Tls:
 class MediaConfig:
     """What clients may send beside text, and what it may cost."""
 
-    cache_gb: float = 4.0  # of decoded images and videos
+    cache_gb: float = 4.0  # of decoded images, videos and sound
     max_images: int = 64  # in one prompt
     max_videos: int = 8
+    max_audios: int = 16
     max_file_mb: float = 64.0  # MiB of one file, compressed
     max_megapixels: float = 67.2  # of one image: 8192 x 8192
     max_video_frames: int = 65536  # in one file; how many of them are looked at is the model's
     max_video_seconds: float = 3600.0
+    max_audio_seconds: float = 3600.0  # or what the model can hear, if that is less
     decoding_megapixels: float = 512.0  # of all that is being decoded at once
     waiting_megapixels: float = 8192.0  # of what waits for that; more gets 429
     allowed_local_path: Path | None = None  # for file: URLs

@@ -1,4 +1,4 @@
-"""Images and videos of chat requests: what connects the wire, the intake and the prompt."""
+"""Images, videos and sound of chat requests: what connects the wire, the intake and the prompt."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from ftserve.engine.checkpoint import FEATURE_FAMILIES, PATCH_FAMILIES, Checkpoint, VisionInputs
+from ftserve.engine.checkpoint import FEATURE_FAMILIES, PATCH_FAMILIES, Checkpoint
 from ftserve.engine.threads import name_this_thread
 from ftserve.engine.types import MediaSpan, Modality
+from ftserve.preprocess.audio import AudioLimits
 from ftserve.preprocess.chat import shows_parts
 from ftserve.preprocess.fetch import FetchRules, HttpFetcher
 from ftserve.preprocess.formats import ImageLimits
 from ftserve.preprocess.gate import PixelGate
 from ftserve.preprocess.gathering import Gathering
+from ftserve.preprocess.hearing import AudioMedia
 from ftserve.preprocess.intake import MediaHandler, MediaIntake, Observe
 from ftserve.preprocess.media import MediaCache
 from ftserve.preprocess.placeholders import expand
@@ -103,17 +105,13 @@ def make_media(config: MediaConfig, checkpoint: Checkpoint, *, num_threads: int)
     Raises:
         ValueError: the model's processor is configured in a way that we do not reproduce.
     """
-    if checkpoint.vision is None or checkpoint.chat_template is None:
+    if checkpoint.media_inputs is None or checkpoint.chat_template is None:
         return None
-    limits = ImageLimits(max_bytes=int(config.max_file_mb * 2**20), max_pixels=int(config.max_megapixels * 1e6))
-    video_limits = VideoLimits(
-        max_bytes=limits.max_bytes, max_frames=config.max_video_frames, max_seconds=config.max_video_seconds
-    )
-    handler = _handler(checkpoint, checkpoint.vision, limits, video_limits)
+    handler = _handler(config, checkpoint)
     if handler is None:
         log.warning("models of type %s are served without images", checkpoint.model_type)
         return None
-    rules = FetchRules(domains=config.allowed_domains, max_bytes=limits.max_bytes, timeout_s=config.fetch_timeout_s)
+    rules = FetchRules(domains=config.allowed_domains, max_bytes=handler.max_bytes, timeout_s=config.fetch_timeout_s)
     recorders = {role: [Recorder() for _ in range(num_threads)] for role in ("open", "decode")}
     recorders["fetch"] = [Recorder()]
 
@@ -135,10 +133,15 @@ def make_media(config: MediaConfig, checkpoint: Checkpoint, *, num_threads: int)
     return MediaFront(intake, _part_rules(config, checkpoint, marks), marks, [*chain(*recorders.values())])
 
 
-def _handler(
-    checkpoint: Checkpoint, vision: VisionInputs, limits: ImageLimits, video_limits: VideoLimits
-) -> MediaHandler | None:
+def _handler(config: MediaConfig, checkpoint: Checkpoint) -> MediaHandler | None:
     """Return what makes a family's inputs of media; None for a family whose media are not served."""
+    max_bytes, vision = int(config.max_file_mb * 2**20), checkpoint.vision
+    if (audio := checkpoint.audio) is not None:
+        audio_limits = AudioLimits(max_bytes=max_bytes, max_seconds=config.max_audio_seconds)
+        shape = (audio.num_mel_bins, audio.num_frames)
+        return AudioMedia(checkpoint.path, audio.audio_token_id, shape, audio_limits)
+    assert vision is not None, "it has one or the other"
+    limits = ImageLimits(max_bytes=max_bytes, max_pixels=int(config.max_megapixels * 1e6))
     if checkpoint.model_type in FEATURE_FAMILIES:
         return ProcessedMedia(checkpoint.path, vision.image_token_id, limits)
     if checkpoint.model_type not in PATCH_FAMILIES:
@@ -146,6 +149,9 @@ def _handler(
     marks = {Modality.IMAGE: vision.image_token_id}
     if vision.video_token_id is not None:
         marks[Modality.VIDEO] = vision.video_token_id
+    video_limits = VideoLimits(
+        max_bytes=max_bytes, max_frames=config.max_video_frames, max_seconds=config.max_video_seconds
+    )
     return QwenMedia.read(checkpoint.path, checkpoint.model_type, marks, limits, video_limits)
 
 
@@ -153,7 +159,7 @@ def _part_rules(config: MediaConfig, checkpoint: Checkpoint, marks: Mapping[Moda
     from tokenizers import Tokenizer
 
     token_of = Tokenizer.from_file(str(checkpoint.tokenizer_json)).id_to_token
-    most = {Modality.IMAGE: config.max_images, Modality.VIDEO: config.max_videos}
+    most = {Modality.IMAGE: config.max_images, Modality.VIDEO: config.max_videos, Modality.AUDIO: config.max_audios}
     return PartRules(
         max_items={modality: most[modality] for modality in marks},
         shows_parts=shows_parts(checkpoint.chat_template or ""),

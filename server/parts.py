@@ -13,7 +13,17 @@ from ftserve.server.wire import Message
 
 MAX_UUID_CHARS = 256
 
-_KINDS = {"image_url": Modality.IMAGE, "video_url": Modality.VIDEO}
+_KINDS = {
+    "image_url": Modality.IMAGE,
+    "video_url": Modality.VIDEO,
+    "audio_url": Modality.AUDIO,
+    "input_audio": Modality.AUDIO,
+}
+_SHOWN: dict[Modality, dict[str, str]] = {  # to the template: some of those for sound look at keys, and at no type
+    Modality.IMAGE: {"type": "image"},
+    Modality.VIDEO: {"type": "video"},
+    Modality.AUDIO: {"type": "audio", "audio_url": ""},
+}
 _OPTIONS = {  # what a request may ask of the processing, by modality
     Modality.IMAGE: ("min_pixels", "max_pixels"),
     Modality.VIDEO: ("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames"),
@@ -81,12 +91,12 @@ def _part(
         MediaSource(
             modality=modality,
             param=f"{where}.{kind}",
-            url=_url(part, kind, where),
+            url=_sound(part, where) if kind == "input_audio" else _url(part, kind, where),
             uuid=_uuid(part, where),
             options=options.get(modality, ()),
         )
     )
-    return {"type": modality.value}
+    return dict(_SHOWN[modality])
 
 
 def _url(part: dict[str, Any], kind: str, where: str) -> str:
@@ -98,6 +108,24 @@ def _url(part: dict[str, Any], kind: str, where: str) -> str:
     if url is None and part.get("uuid") is not None:
         return ""
     raise InvalidRequestError(f"A part of type '{kind}' needs a string 'url'.", param=f"{where}.{kind}.url")
+
+
+def _sound(part: dict[str, Any], where: str) -> str:
+    """Return the data of OpenAI's `input_audio` as a URL, or "" as `_url` does.
+
+    What the data is shows in itself, so the format that it is said to have decides nothing.
+    """
+    value = part.get("input_audio")
+    if value is None and part.get("uuid") is not None:
+        return ""
+    data, form = (value.get("data"), value.get("format", "")) if isinstance(value, dict) else (None, "")
+    if not isinstance(data, str) or not data:
+        raise InvalidRequestError(
+            "A part of type 'input_audio' needs 'data' in base64.", param=f"{where}.input_audio.data"
+        )
+    if not isinstance(form, str):
+        raise InvalidRequestError("'format' must be a string.", param=f"{where}.input_audio.format")
+    return f"data:;base64,{data}"
 
 
 def _uuid(part: dict[str, Any], where: str) -> str | None:

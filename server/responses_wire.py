@@ -195,6 +195,8 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         if part.get("file_id") is not None:
             raise InvalidRequestError("Images are taken by 'image_url' only.", param=f"{where}.file_id")
         return {"type": "image_url", "image_url": {"url": _string(part, "image_url", where)}}
+    if kind == "input_audio":
+        return {"type": kind, kind: part.get(kind)}
     raise InvalidRequestError(f"Parts of type {str(kind)[:40]!r} are not supported.", param=f"{where}.type")
 
 

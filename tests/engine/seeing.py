@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ftserve.engine.checkpoint import Normalization, VisionInputs
+from ftserve.engine.checkpoint import AudioInputs, Normalization, VisionInputs
 from ftserve.engine.types import MediaItem, MediaSpan, Modality
 from tests.engine.conftest import Tiny
 
@@ -120,13 +120,12 @@ def picture(rng: random.Random, grid: tuple[int, int, int] | None = None) -> Med
 class TinySeeing:
     """One random model, twice with the same weights: as transformers runs it, and as the engine does."""
 
+    inputs: VisionInputs | AudioInputs = INPUTS
+
     def __init__(self, family: str) -> None:
         import torch
         import transformers
 
-        from ftserve.engine import attention, loader
-
-        attention.register()
         torch.manual_seed(0)
         text, tower = FAMILIES[family]
         config = getattr(transformers, family)(
@@ -137,16 +136,24 @@ class TinySeeing:
             vision_start_token_id=START,
             vision_end_token_id=END,
         )
-        kind = transformers.AutoModelForImageTextToText
+        self._family = family
+        self._make(config)
+
+    def _make(self, config: Any) -> None:
+        import torch
+        from transformers import AutoModelForMultimodalLM
+
+        from ftserve.engine import attention, loader
+
+        attention.register()
+        kind: Any = AutoModelForMultimodalLM
+        parts = loader.attention_of_parts()
         self.reference = kind.from_config(
-            config, attn_implementation={"text_config": "eager", "vision_config": "eager"}, dtype=torch.float32
+            config, attn_implementation=dict.fromkeys(parts, "eager"), dtype=torch.float32
         ).eval()
-        ours = kind.from_config(
-            copy.deepcopy(config), attn_implementation=loader.attention_of_parts(), dtype=torch.float32
-        )
+        ours = kind.from_config(copy.deepcopy(config), attn_implementation=parts, dtype=torch.float32)
         ours.load_state_dict(self.reference.state_dict())
         self.model = loader.prepare_model(ours, torch.device("cpu"))
-        self._family = family
         self._answers: dict[Prompt, list[int]] = {}
 
     def prompt(self) -> Prompt:
@@ -192,11 +199,10 @@ class TinySeeing:
         from ftserve.engine.loader import probe_layers
         from ftserve.engine.sampler import Sampler
         from ftserve.engine.scheduler import Scheduler
-        from ftserve.engine.vision import VisionTower
-        from ftserve.engine.vision_runner import make_encoder_cache, make_runner
+        from ftserve.engine.vision_runner import make_encoder_cache, make_runner, make_tower
 
         cpu, max_model_len = torch.device("cpu"), 400
-        tower = VisionTower(self.model, INPUTS, max_bytes=encoder_bytes)
+        tower = make_tower(self.model, self.inputs, max_bytes=encoder_bytes)
         cache = KVCache(probe_layers(self.model), num_blocks, block_size, dtype=torch.float32, device=cpu)
         return ContinuousBatcher(
             Scheduler(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftserve.engine import checkpoint
-from ftserve.engine.checkpoint import Checkpoint, CheckpointError, Normalization, VisionInputs, resolve
+from ftserve.engine.checkpoint import AudioInputs, Checkpoint, CheckpointError, Normalization, VisionInputs, resolve
 
 CONFIG = {"model_type": "llama", "vocab_size": 100, "max_position_embeddings": 64, "eos_token_id": 3, "bos_token_id": 1}
 
@@ -71,6 +71,16 @@ def test_a_model_without_video_or_processor_has_defaults(directory: Path) -> Non
     vision = Checkpoint.read(directory).vision
     assert vision is not None
     assert (vision.image_token_id, vision.video_token_id, vision.image) == (7, None, Normalization())
+
+
+def test_how_sound_is_shown_is_found(directory: Path) -> None:
+    hearing = CONFIG | {"model_type": "qwen2_audio", "audio_token_index": 7}
+    write(directory, "config.json", hearing)
+    assert Checkpoint.read(directory).media_inputs == AudioInputs(audio_token_id=7, num_mel_bins=128, num_frames=3000)
+    write(directory, "config.json", hearing | {"audio_config": {"num_mel_bins": 80, "max_source_positions": 50}})
+    assert Checkpoint.read(directory).audio == AudioInputs(audio_token_id=7, num_mel_bins=80, num_frames=100)
+    write(directory, "config.json", hearing | {"model_type": "unheard_of"})
+    assert Checkpoint.read(directory).media_inputs is None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests import hearing
 from tests.engine.seeing import FAMILIES as SEEING_FAMILIES
+from tests.engine.seeing import VOCAB_SIZE
 from tests.families import FAMILIES as PROCESSED_FAMILIES
 
 SMALL: dict[str, Any] = {
@@ -122,9 +124,10 @@ def test_positions_that_depend_on_the_longest_of_a_batch_are_refused(
 
 def test_the_documentation_lists_what_was_run() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-    language, vision, refused = (
-        set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) for section in text.split("\n## ")[1:4]
+    language, vision, audio, refused = (
+        set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) for section in text.split("\n## ")[1:5]
     )
     assert language == set(FAMILIES)
     assert vision == {*SEEING_FAMILIES, *PROCESSED_FAMILIES}
+    assert audio == {type(hearing.make_config(VOCAB_SIZE, 1)).__name__}
     assert refused == {family for family, _, _ in REFUSED}

@@ -49,6 +49,18 @@ def test_a_template_of_one_text_gets_marks_in_it() -> None:
     assert plain[0]["content"] == "<image>\nLook"
 
 
+def test_sound_comes_as_data_or_as_a_url_and_any_template_shows_it() -> None:
+    rules = replace(RULES, max_items={Modality.AUDIO: 2}, marks={Modality.AUDIO: "<audio>"})
+    data = {"type": "input_audio", "input_audio": {"data": "QUJD", "format": "wav"}}
+    plain, sources = split_parts(user(data, {"type": "audio_url", "audio_url": {"url": "data:,a"}}), rules, {})
+    assert [source.url for source in sources] == ["data:;base64,QUJD", "data:,a"]
+    assert {source.modality for source in sources} == {Modality.AUDIO}
+    assert all(part["type"] == "audio" and "audio_url" in part for part in plain[0]["content"])
+    assert split_parts(user(data, TEXT), replace(rules, shows_parts=False), {})[0][0]["content"] == "<audio>\nLook"
+    with pytest.raises(InvalidRequestError, match="More than 2 audio"):
+        split_parts(user(data, data, data), rules, {})
+
+
 def test_a_url_may_stand_without_its_object() -> None:
     _, sources = split_parts(user({"type": "image_url", "image_url": "data:,a"}), RULES, {})
     assert sources[0].url == "data:,a"
