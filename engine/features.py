@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ftserve.engine.errors import InvalidRequestError
 from ftserve.engine.media import MediaUnit, PromptMedia, split_media
+from ftserve.engine.runner import is_out_of_memory
 from ftserve.engine.transfer import upload
 from ftserve.engine.types import GenerationRequest, MediaItem
 
@@ -73,16 +74,26 @@ class FeatureTower:
 
     @torch.inference_mode()
     def _encode(self, item: MediaItem) -> Tensor:
-        """Return [1, tokens, width]; numbers that are none if the processor reserves another number of tokens."""
+        """Return [1, tokens, width]; numbers that are none if the tower fails, or gives another number of them."""
         ids = np.array(self._shown(item), np.int64)
         embeddings = self._embed(upload(ids, self._device))
-        rows = self._compute({name: self._upload(values) for name, values in item.features}).to(embeddings.dtype)
         places = np.flatnonzero(ids == self._placeholder)
-        if len(places) != len(rows):
-            log.error("%s has %d embeddings, and %d placeholders", item.modality.value, len(rows), len(places))
+        rows = self._rows(item)
+        if rows is None or len(places) != len(rows):
+            log.error("the tower does not give the %d embeddings of this %s", len(places), item.modality.value)
             return torch.full_like(embeddings, torch.nan)[None]  # ends the request, and no other
-        whole: Tensor = embeddings.index_copy(0, upload(places, self._device), rows)[None]
+        whole: Tensor = embeddings.index_copy(0, upload(places, self._device), rows.to(embeddings.dtype))[None]
         return whole
+
+    def _rows(self, item: MediaItem) -> Tensor | None:
+        """Return what the tower makes of an item; None if it fails on it, which is no reason for others to suffer."""
+        try:
+            return self._compute({name: self._upload(values) for name, values in item.features})
+        except Exception as exc:
+            if isinstance(exc, MemoryError) or (isinstance(exc, RuntimeError) and is_out_of_memory(exc)):
+                raise  # which has remedies
+            log.exception("the tower fails on an item of %d tokens", item.num_tokens)
+            return None
 
     def _upload(self, values: np.ndarray) -> Tensor:
         tensor = upload(np.ascontiguousarray(values), self._device)

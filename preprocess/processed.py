@@ -7,6 +7,7 @@ Shared fields: the thread-local slot alone; a processor never leaves its thread.
 
 from __future__ import annotations
 
+import logging
 import threading
 from array import array
 from collections.abc import Callable, Mapping
@@ -26,14 +27,18 @@ from ftserve.preprocess.tokens import ID_TYPECODE
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
+log = logging.getLogger("ftserve.preprocess")
+
 _NO_FEATURES = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
 class ProcessedMedia:
     """The images of one model, behind the intake's interface."""
 
-    def __init__(self, directory: Path, placeholder_id: int, limits: ImageLimits) -> None:
+    def __init__(self, directory: Path, placeholder_id: int, limits: ImageLimits, *, min_tokens: int = 1) -> None:
         """Load the processor in `directory` for this thread, to see that it works.
+
+        `min_tokens` is the least that an image must have placeholders.
 
         Raises:
             ValueError: it cannot be loaded, or does not make of an image what the engine takes.
@@ -41,6 +46,7 @@ class ProcessedMedia:
         self.max_bytes = limits.max_bytes
         self._directory = directory
         self._placeholder_id = placeholder_id
+        self._min_tokens = min_tokens
         self._limits = limits
         self._own = threading.local()
         self._mark: str = self._processor().image_token
@@ -56,10 +62,20 @@ class ProcessedMedia:
         return OpenedPicture(open_image(payload[0], self._limits), self)
 
     def process(self, image: Any, key: bytes) -> MediaItem:
-        """Return what the processor makes of a picture in mode RGB. Any thread."""
-        made = self._processor()(images=[image], text=self._mark, add_special_tokens=False, return_tensors="np")
+        """Return what the processor makes of a picture in mode RGB. Any thread.
+
+        Raises:
+            InvalidRequestError: it makes nothing of this one.
+        """
+        try:
+            made = self._processor()(images=[image], text=self._mark, add_special_tokens=False, return_tensors="np")
+        except (ValueError, ArithmeticError) as exc:  # of one so narrow, for example, that no column of it is left
+            log.warning("the processor makes nothing of an image of %dx%d: %s", image.width, image.height, exc)
+            raise _misfit(image) from exc
         ids = made["input_ids"][0]
         places = np.flatnonzero(ids == self._placeholder_id)
+        if len(places) < self._min_tokens:
+            raise _misfit(image)
         first, last = int(places[0]), int(places[-1])
         return MediaItem(
             modality=Modality.IMAGE,
@@ -76,6 +92,10 @@ class ProcessedMedia:
         if found is None:
             found = self._own.processor = _load(self._directory)
         return found
+
+
+def _misfit(image: Any) -> InvalidRequestError:
+    return InvalidRequestError(f"The model takes no image of {image.width}x{image.height} pixels.")
 
 
 class OpenedPicture:

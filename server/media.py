@@ -39,6 +39,8 @@ log = logging.getLogger("ftserve.server")
 NICENESS = {"fetch": 5, "open": 5, "decode": 19}
 LARGE_BODY_BYTES = 256 << 10  # parsing it would hold up the texts behind it
 
+_MIN_TOKENS = {"mistral3": 2}  # of an image; transformers' code fails on one of a single token
+
 Readers = Mapping[str, tuple[str, Callable[[], float]]]
 
 
@@ -143,7 +145,8 @@ def _handler(config: MediaConfig, checkpoint: Checkpoint) -> MediaHandler | None
     assert vision is not None, "it has one or the other"
     limits = ImageLimits(max_bytes=max_bytes, max_pixels=int(config.max_megapixels * 1e6))
     if checkpoint.model_type in FEATURE_FAMILIES:
-        return ProcessedMedia(checkpoint.path, vision.image_token_id, limits)
+        min_tokens = _MIN_TOKENS.get(checkpoint.model_type, 1)
+        return ProcessedMedia(checkpoint.path, vision.image_token_id, limits, min_tokens=min_tokens)
     if checkpoint.model_type not in PATCH_FAMILIES:
         return None
     marks = {Modality.IMAGE: vision.image_token_id}

@@ -146,6 +146,7 @@ def test_the_prompt_says_when_each_step_was_as_the_processor_does(num_frames: in
 
 @pytest.mark.parametrize("keyframes", [1, 7, 250])
 def test_frames_are_distinct_and_in_order_wherever_keyframes_are(keyframes: int) -> None:
+    """Case 21."""
     data = clip(50, keyframes=keyframes, options={"bf": "2", "preset": "veryfast", "crf": "4"})
     assert shown(item_of(data, num_frames=4)) == [0, 12, 25, 37]
     video = VideoFile(data, LIMITS)
@@ -292,6 +293,7 @@ def changing_avi() -> bytes:
 
 @pytest.mark.parametrize("num_frames", [2, 4, 6])
 def test_frames_that_change_their_format_are_decoded_or_refused(num_frames: int) -> None:
+    """Case 22."""
     try:
         item = item_of(changing_avi(), num_frames=num_frames)
     except MediaError:

@@ -70,6 +70,7 @@ async def many_leave(port: int, count: int, seed: int) -> None:
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_nothing_is_left_of_200_clients_that_leave(start_server: Callable[..., RunningServer], scheduler: str) -> None:
+    """Case 23 at any moment."""
     server = start_server("--null-step-ms", "5", "--max-num-seqs", "8", "--http-scheduler", scheduler)
     fds, sizes = server.num_fds(), []
     for seed in range(8):

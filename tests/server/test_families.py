@@ -62,6 +62,16 @@ def expected(directory: Path, messages: list[dict[str, Any]], images: list[Any],
     return output[0, :length].tolist(), processor.tokenizer.decode(output[0, length:])
 
 
+@pytest.mark.parametrize("size", [(1, 1), (1, 64), (64, 1), (3, 3), (500, 19), (1, 1000), (1000, 1)])
+def test_odd_sizes_are_served_or_refused(server: RunningServer, size: tuple[int, int]) -> None:
+    """Case 17."""
+    messages = [{"role": "user", "content": [part(picture(1, *size))]}]
+    answer = server.http.post("/v1/chat/completions", json={"model": "m", "messages": messages, "max_tokens": 2})
+    assert answer.status_code in (200, 400)
+    if answer.status_code == 400:
+        assert answer.json()["error"]["param"] == "messages.0.content.0.image_url"
+
+
 def test_pictures_are_seen_as_transformers_sees_them(directory: Path, server: RunningServer) -> None:
     small, wide, tall = picture(1, 40, 30), picture(2, 90, 50), picture(3, 30, 100)
     for images in ([small], [wide, tall], [tall, small, wide], []):

@@ -145,6 +145,7 @@ def test_hostile_videos_are_refused_with_a_text_of_ours(server: RunningServer, d
 
 
 def test_images_are_fetched_and_hostile_sites_are_refused_in_time(server: RunningServer) -> None:
+    """Case 19; each way by itself is in `tests/preprocess/test_fetch.py`."""
     data = encoded(picture(56, 56))
     pages: dict[str, Callable[[Site], None]] = {
         "/a.png": lambda site: site.answer(200, data),
@@ -186,6 +187,7 @@ def test_a_prompt_of_too_many_image_tokens_is_refused(server: RunningServer) -> 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 64), (64, 1), (3, 3), (500, 19), (1, 1000), (1000, 1)])
 def test_odd_sizes_are_served_or_refused(server: RunningServer, size: tuple[int, int]) -> None:
+    """Case 17."""
     assert ask(server, image_part(encoded(picture(*size)))).status_code == (400 if max(size) == 1000 else 200)
 
 
@@ -204,6 +206,7 @@ def hostile_files() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", hostile_files())
 def test_hostile_files_are_refused_with_a_text_of_ours(server: RunningServer, name: str) -> None:
+    """Case 18."""
     before = server.rss()
     answer = ask(server, image_part(hostile_files()[name]))
     assert answer.status_code in (400, 422)
@@ -219,6 +222,7 @@ def test_what_is_no_usable_url_is_refused(server: RunningServer, url: str) -> No
 
 
 def test_equal_pixels_in_another_shape_or_mode_are_another_item(server: RunningServer) -> None:
+    """Case 20."""
     zeros = bytes(20 * 10 * 4)
     images = [
         Image.frombytes("L", (20, 10), zeros[:200]),
@@ -236,6 +240,7 @@ def test_equal_pixels_in_another_shape_or_mode_are_another_item(server: RunningS
 
 
 def test_64_requests_with_one_image_decode_it_once(server: RunningServer) -> None:
+    """Case 24."""
     before = server.metric("mm_decodes_total")
     part = image_part(encoded(picture(900, 700, 64)))
     with ThreadPoolExecutor(64) as clients:
@@ -257,6 +262,7 @@ def test_a_text_part_of_a_bad_template_gives_the_images_up(server: RunningServer
 
 
 def test_a_small_cache_and_a_narrow_gate_serve_64_images(tmp_path: Path) -> None:
+    """Case 24, with a cache that is smaller than the set."""
     options = ("--mm-cache-gb", "0.003", "--decoding-megapixels", "0.5", "--waiting-megapixels", "100")
     with RunningServer(tmp_path / "log", *NULL_ENGINE, *options, MODEL) as server:
         files = [encoded(picture(500, 400, k), "JPEG") for k in range(64)]

@@ -84,10 +84,11 @@ def test_a_large_body_that_is_cut_short_or_malformed_is_answered(server: Running
 
 
 def test_health_and_texts_are_answered_while_images_are_decoded(server: RunningServer) -> None:
-    parts = [image_part(large_png(number)) for number in range(24)]
-    bodies = [chat(*parts[4 * k : 4 * k + 4], cache_salt=str(k)) for k in range(6)]
+    """Case 27."""
+    parts = [image_part(large_png(number)) for number in range(128)]
+    bodies = [chat(*parts[4 * k : 4 * k + 4], cache_salt=str(k)) for k in range(32)]
     num_answered = 0
-    with ThreadPoolExecutor(6) as clients:
+    with ThreadPoolExecutor(32) as clients:
         asked = [clients.submit(server.http.post, CHAT, json=body) for body in bodies]
         while not all(answer.done() for answer in asked):
             assert server.get("/health").status_code == 200
