@@ -31,7 +31,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of a CUDA device's memory that we may use
     async_scheduling: bool = True  # queue a device's next step before the tokens of the last one are read
     cuda_graphs: bool = True  # replay decode steps on CUDA instead of launching them kernel by kernel
-    encoder_cache_gb: float = 0.5  # memory for what vision towers made of images
+    encoder_cache_gb: float = 0.5  # memory for what towers made of images and sound
     torch_threads: int | None = None  # CPU threads of the model's operators; None: the CPUs that we may use, less one
     null_step_ms: float = 0.0  # null engine: pause between steps
     null_echo: bool = False  # null engine: answer with what a prompt has between marks, see `server/engines.py`

@@ -53,7 +53,7 @@ def add_engine_options(
         "--encoder-cache-gb",
         type=amount,
         default=engine.encoder_cache_gb,
-        help="GB for what the vision tower has made of images",
+        help="GB for what the tower has made of images or sound",
     )
     inside.add_argument(
         "--gpu-memory-utilization",
