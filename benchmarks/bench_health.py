@@ -94,7 +94,7 @@ def stream(port: int, seconds: float) -> int:
 
 def probe(url: str, seconds: float) -> list[float]:
     """Return how many milliseconds each `/health` took, asked `HEALTH_HZ` times a second."""
-    found = []
+    found: list[float] = []
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
         client.get("/health")
         began = time.perf_counter()

@@ -54,6 +54,27 @@ else:
 print("done")
 """
 
+INSTRUCTOR = """
+import sys
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+class Person(BaseModel):
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=150)
+
+client = OpenAI(base_url=sys.argv[2], api_key="none", max_retries=0)
+answer = '{"name": "Ann", "age": 7}'
+for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON, instructor.Mode.TOOLS):  # which names its tool
+    made = instructor.from_openai(client, mode=mode).chat.completions.create(
+        model=sys.argv[1], response_model=Person, max_retries=1,
+        messages=[{"role": "user", "content": "Who is it?"}, {"role": "user", "content": f"\u27e6{answer}\u27e7"}],
+    )
+    assert (made.name, made.age) == ("Ann", 7), (mode, made)
+print("done")
+"""
+
 JAVASCRIPT = """
 import OpenAI from "openai";
 import assert from "node:assert";
@@ -84,6 +105,54 @@ await assert.rejects(
   client.chat.completions.create({ model: "other", messages }), (error) => error instanceof OpenAI.NotFoundError);
 const aborted = await client.chat.completions.create({ model, messages, max_tokens: 5000, stream: true });
 for await (const _ of aborted) break;
+console.log("done");
+"""
+
+
+JAVASCRIPT_TOOLS = """
+import OpenAI from "openai";
+import assert from "node:assert";
+
+const [model, baseURL] = process.argv.slice(2);
+const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
+const call = '<tool_call>\\n{"name": "get_weather", "arguments": {"city": "Rome"}}\\n</tool_call>';
+const parameters = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
+const says = (text) => [{ role: "user", content: `\u27e6${text}\u27e7` }];
+
+const runner = client.chat.completions.runTools({
+  model, messages: says(call),
+  tools: [{ type: "function", function: {
+    name: "get_weather", parameters, parse: JSON.parse, function: ({ city }) => `\u27e6It rains in ${city}.\u27e7` } }],
+});
+assert.strictEqual(await runner.finalContent(), "It rains in Rome.");
+const helped = client.chat.completions.stream({
+  model, messages: says(call), tools: [{ type: "function", function: { name: "get_weather", parameters } }] });
+const [choice] = (await helped.finalChatCompletion()).choices;
+assert.strictEqual(choice.finish_reason, "tool_calls");
+assert.deepStrictEqual(JSON.parse(choice.message.tool_calls[0].function.arguments), { city: "Rome" });
+
+const tools = [{ type: "function", name: "get_weather", parameters, strict: true }];
+const response = await client.responses.create({ model, input: says(call)[0].content, tools });
+const made = response.output.find((item) => item.type === "function_call");
+assert.deepStrictEqual(JSON.parse(made.arguments), { city: "Rome" });
+const types = [];
+const thoughtful = says("<think>Hm.</think>Hello there.")[0].content;
+const stream = await client.responses.create({ model, input: thoughtful, stream: true });
+let text = "";
+for await (const event of stream) {
+  types.push(event.type);
+  if (event.type === "response.output_text.delta") text += event.delta;
+}
+assert.strictEqual(text, "Hello there.");
+assert.strictEqual(types[0], "response.created");
+assert.strictEqual(types.at(-1), "response.completed");
+const kept = await client.responses.create({ model, input: says("Blue.")[0].content });
+assert.strictEqual((await client.responses.retrieve(kept.id)).output_text, "Blue.");
+const next = await client.responses.create({
+  model, input: says("As I said.")[0].content, previous_response_id: kept.id });
+assert.strictEqual(next.output_text, "As I said.");
+await client.responses.delete(kept.id);
+await assert.rejects(client.responses.retrieve(kept.id), (error) => error instanceof OpenAI.NotFoundError);
 console.log("done");
 """
 
@@ -120,8 +189,24 @@ def test_a_python_client_gets_what_it_expects(
     run([sys.executable, str(tmp_path / "client.py")], null_server, cwd=tmp_path)
 
 
+def test_instructor_gets_models(echo_server: RunningServer, tmp_path: Path) -> None:
+    need("instructor")
+    (tmp_path / "client.py").write_text(INSTRUCTOR)
+    run([sys.executable, str(tmp_path / "client.py")], echo_server, cwd=tmp_path)
+
+
 @pytest.mark.skipif(shutil.which("npm") is None, reason="there is no node here")
 def test_the_javascript_sdk_gets_what_it_expects(null_server: RunningServer) -> None:
+    run_javascript(JAVASCRIPT, null_server)
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="there is no node here")
+def test_the_javascript_sdk_calls_tools_and_keeps_responses(echo_server: RunningServer) -> None:
+    run_javascript(JAVASCRIPT_TOOLS, echo_server)
+
+
+def run_javascript(script: str, server: RunningServer) -> None:
+    """Run a module beside the package, where node looks for it."""
     if not (CACHE / "node_modules" / "openai").is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)
         (CACHE / "package.json").write_text(json.dumps({"type": "module"}))
@@ -131,8 +216,12 @@ def test_the_javascript_sdk_gets_what_it_expects(null_server: RunningServer) -> 
             check=True,
             timeout=120,
         )
-    (CACHE / "client.mjs").write_text(JAVASCRIPT)  # beside the package, which node looks for there
-    run(["node", "client.mjs"], null_server, cwd=CACHE)
+    name = f"client-{os.getpid()}.mjs"
+    (CACHE / name).write_text(script)
+    try:
+        run(["node", name], server, cwd=CACHE)
+    finally:
+        (CACHE / name).unlink()
 
 
 def test_schemathesis_finds_no_server_error(null_server: RunningServer, tmp_path: Path) -> None:
