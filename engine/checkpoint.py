@@ -18,7 +18,7 @@ from ftserve.engine.pooling import Pooling, is_generating, read_pooling
 # Vision-language families by transformers' `model_type`: those whose patches we cut ourselves, and those that get what
 # their own processor makes of an image.
 PATCH_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
-FEATURE_FAMILIES = frozenset({"idefics3", "llava", "mistral3", "smolvlm"})
+FEATURE_FAMILIES = frozenset({"idefics3", "llava", "llava_onevision", "mistral3", "smolvlm"})
 AUDIO_FAMILIES = frozenset({"qwen2_audio"})  # those that hear
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]

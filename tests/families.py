@@ -72,6 +72,19 @@ def _llava(tokenizer: Any) -> Any:
     )
 
 
+_PINPOINTS = [[height, width] for height in (32, 64) for width in (32, 64)]
+
+
+def _onevision(tokenizer: Any) -> Any:
+    import transformers as made_of
+
+    images = made_of.LlavaOnevisionImageProcessorPil(size={"height": 32, "width": 32}, image_grid_pinpoints=_PINPOINTS)
+    videos = made_of.LlavaOnevisionVideoProcessor()
+    return made_of.LlavaOnevisionProcessor(
+        images, tokenizer, videos, num_image_tokens=16, vision_feature_select_strategy="full"
+    )
+
+
 def _tiled_config(name: str) -> Callable[[dict[str, Any], Callable[[str], int]], Any]:
     def make(text: dict[str, Any], id_of: Callable[[str], int]) -> Any:
         import transformers
@@ -109,6 +122,19 @@ def _llava_config(text: dict[str, Any], id_of: Callable[[str], int]) -> Any:
     )
 
 
+def _onevision_config(text: dict[str, Any], id_of: Callable[[str], int]) -> Any:
+    from transformers import LlavaOnevisionConfig
+
+    return LlavaOnevisionConfig(
+        text_config={"model_type": "qwen2"} | text,
+        vision_config={"model_type": "siglip_vision_model", "vision_use_head": False} | _TOWER | {"image_size": 32},
+        image_token_index=id_of("<image>"),
+        video_token_index=id_of("<video>"),
+        image_grid_pinpoints=_PINPOINTS,
+        vision_feature_layer=-1,
+    )
+
+
 _TILES = (
     *("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
@@ -119,6 +145,7 @@ FAMILIES = {
     "SmolVLMConfig": Family(_TILES, _smolvlm, _tiled_config("SmolVLMConfig")),
     "Mistral3Config": Family(("[IMG]", "[IMG_BREAK]", "[IMG_END]"), _pixtral, _mistral3_config),
     "LlavaConfig": Family(("<image>",), _llava, _llava_config),
+    "LlavaOnevisionConfig": Family(("<image>", "<video>"), _onevision, _onevision_config),
 }
 
 _TEMPLATE = """\
