@@ -19,6 +19,7 @@ from ftserve.server.http import bind
 from ftserve.server.model import ServedModel
 from ftserve.server.output import OutputThread
 from ftserve.server.overview import Report
+from ftserve.server.responses_shared import SharedResponseStore
 from ftserve.server.service import Service
 
 log = logging.getLogger("ftserve")
@@ -42,7 +43,14 @@ class FrontProcess:
         self._gathering = Gathering(channel)
         self._stop, self._abort, self._end = threading.Event(), threading.Event(), threading.Event()
         self._listener = bind(config, is_shared=True) if place.listener is None else place.listener
-        self._service = Service(config, self._connect, self._gathering)
+        self._responses = SharedResponseStore(
+            place.folder.parent,
+            slot=place.slot,
+            abort_elsewhere=lambda response_id: channel.send("abort response", response_id=response_id),
+            max_chars=int(config.response_store_mb * 2**20),
+            max_age_s=config.response_store_hours * 3600,
+        )
+        self._service = Service(config, self._connect, self._gathering, self._responses)
         self._engine: RemoteEngine
 
     def run(self) -> None:
@@ -83,6 +91,8 @@ class FrontProcess:
             self._channel.send("reported", id=message["id"], report=self._service.overview.report())
         elif kind == "reported":
             self._gathering.add(message)
+        elif kind == "abort response":
+            self._responses.abort(message["response_id"])
         else:
             for event in {"drain": (self._stop,), "abort": (self._stop, self._abort), "end": (self._end,)}[kind]:
                 event.set()

@@ -20,6 +20,7 @@ import select
 import shutil
 import signal
 import socket
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +35,7 @@ from ftserve.server.engine_process import run_engine
 from ftserve.server.folders import make_folder, sweep
 from ftserve.server.front_process import FrontProcess, Place
 from ftserve.server.http import bind
+from ftserve.server.responses_shared import create
 from ftserve.server.service import check_environment
 
 log = logging.getLogger("ftserve")
@@ -110,7 +112,8 @@ class Supervisor:
                 self._listener = bind(self._config, is_shared=True)
             sweep()
             self._folder = make_folder()
-        except (OSError, RuntimeError) as exc:
+            create(self._folder)
+        except (OSError, RuntimeError, sqlite3.Error) as exc:
             return _say(str(exc))
         try:
             self._start(ENGINE)
@@ -217,6 +220,8 @@ class Supervisor:
             child.failure = message["reason"]
         elif kind == "stalled":
             self._kill_link(message["link"])
+        elif kind == "abort response":  # the front end that makes it knows it
+            self._tell_front_ends(kind, response_id=message["response_id"])
 
     def _introduce(self, engine: Child, endpoint: str) -> None:
         """Tell the front ends of an engine that listens; start them, the first time."""

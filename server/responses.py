@@ -15,6 +15,7 @@ from ftserve.server.exchange import Exchange
 from ftserve.server.generation import GenerationWorker, Prepared
 from ftserve.server.problems import JSON_HEADERS, HttpError
 from ftserve.server.responses_format import ResponsesFormat
+from ftserve.server.responses_shared import SharedResponseStore
 from ftserve.server.responses_store import ResponseStore, Running
 from ftserve.server.responses_wire import ResponsesRequest, messages_of
 from ftserve.server.rich import RichOptions
@@ -24,7 +25,7 @@ from ftserve.server.wire import parse
 class Responses:
     """The endpoint. Any thread; its state is the store."""
 
-    def __init__(self, store: ResponseStore) -> None:
+    def __init__(self, store: ResponseStore | SharedResponseStore) -> None:
         self.store = store
 
     def prepare(self, worker: GenerationWorker, exchange: Exchange) -> Prepared | None:

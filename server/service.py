@@ -37,6 +37,7 @@ from ftserve.server.output import OutputThread
 from ftserve.server.overview import Load, LocalOverview, MergedOverview, Reports
 from ftserve.server.problems import DRAINING
 from ftserve.server.responses import Responses
+from ftserve.server.responses_shared import SharedResponseStore
 from ftserve.server.responses_store import ResponseStore
 from ftserve.server.uploads import Uploads
 
@@ -52,10 +53,17 @@ _STOP_GRACE_S = 1.0  # for each part, beyond the drain's own deadline
 class Service:
     """All of a server but for an engine that is elsewhere. Made, started and stopped on the main thread."""
 
-    def __init__(self, config: ServerConfig, connect: Connect = make_engine, reports: Reports | None = None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        connect: Connect = make_engine,
+        reports: Reports | None = None,
+        response_store: SharedResponseStore | None = None,
+    ) -> None:
         """Read the model's files and wire the parts; nothing runs yet.
 
-        `connect` makes the engine, or the way to it; `reports` gathers those of other front ends, if there are any.
+        `connect` makes the engine, or the way to it. `reports` gathers those of other front ends, if there are any, and
+        `response_store` is the one of all.
 
         Raises:
             CheckpointError: there is no such model.
@@ -71,10 +79,8 @@ class Service:
         self.admission = Admission(config.max_concurrent_requests, int(config.body_memory_gb * 2**30))
         self._uploads = Uploads(min(config.body_timeout_s, config.request_timeout_s))
         self._garbage = GarbageKeeper()
-        # A request for a kept response would come to any of several front ends, and only one would know it.
-        kept_mb = config.response_store_mb if config.front_ends <= 1 else 0
-        self._response_store = ResponseStore(
-            max_chars=int(kept_mb * 2**20), max_age_s=config.response_store_hours * 3600
+        self._response_store = response_store or ResponseStore(
+            max_chars=int(config.response_store_mb * 2**20), max_age_s=config.response_store_hours * 3600
         )
         self.overview = LocalOverview(self._collector(), self._load, self._engine_load)
         self.app = App(
