@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -75,7 +76,9 @@ class RunningServer:
             self.kill()
             raise
         self.port = int(self.url.rpartition(":")[2])
-        self.http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False, verify=verify)
+        self._verify = verify
+        self._own = threading.local()
+        self._clients: list[httpx.Client] = []  # appended to by any thread
         wait_until(lambda: self.http.get("/ready").status_code == 200, "ready", START_TIMEOUT_S)
 
     def __enter__(self) -> Self:
@@ -85,7 +88,18 @@ class RunningServer:
         self, _type: type[BaseException] | None, _error: BaseException | None, _tb: TracebackType | None
     ) -> None:
         self.kill()
-        self.http.close()
+        for client in self._clients:
+            client.close()
+
+    @property
+    def http(self) -> httpx.Client:
+        """Return this thread's client: without a GIL, httpcore's pool now and then mixes up connections of several."""
+        client: httpx.Client | None = getattr(self._own, "client", None)
+        if client is None:
+            client = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False, verify=self._verify)
+            self._own.client = client
+            self._clients.append(client)
+        return client
 
     def _wait_for_line(self, pattern: str) -> str:
         deadline = time.monotonic() + START_TIMEOUT_S
