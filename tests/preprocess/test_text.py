@@ -122,7 +122,7 @@ def test_byte_fallback_text_equals_the_decoders(parts: list[str | int], seed: in
     )
 
 
-def test_byte_fallback_recovers_from_bytes_that_are_no_text() -> None:
+def test_byte_fallback_recovers_from_bytes_that_are_no_text() -> None:  # case 6
     answer = token_id(BYTE_FALLBACK, "answer")
     assert detokenize(BYTE_FALLBACK, [[0xF0 + 1], [0x9F + 1], [answer], [0xFF + 1], [answer]]) == "��answer�answer"
 
@@ -142,7 +142,7 @@ def test_special_tokens_are_no_text_and_other_added_tokens_are() -> None:
     assert detokenize(BYTE_LEVEL, [[tool], [end]]) == "<tool>"
 
 
-def test_ids_beyond_the_tokenizer_are_no_text() -> None:
+def test_ids_beyond_the_tokenizer_are_no_text() -> None:  # case 6
     vocabulary = build_vocabulary(byte_level_tokenizer(), size=400)
     assert detokenize(vocabulary, [[399], [ord("a")]]) == "a"
 
@@ -179,7 +179,7 @@ def test_ties_go_to_the_earlier_entry() -> None:
     assert stopped(["bcd", "cd"], ["abcd"]) == ("a", "bcd")
 
 
-def test_held_text_comes_out_when_it_turns_out_harmless() -> None:
+def test_held_text_comes_out_when_it_turns_out_harmless() -> None:  # case 5
     assert stopped(["</think>"], ["b,c</thi", "s> d</th"]) == ("b,c</this> d</th", None)
 
 

@@ -118,6 +118,7 @@ def test_a_completion_stream_has_text_in_each_chunk_but_the_last(null_server: Ru
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("fields", [{}, {"stream_options": {}}, {"stream_options": {"include_usage": False}}])
 def test_a_stream_has_no_usage_unless_asked(null_server: RunningServer, path: str, fields: dict[str, Any]) -> None:
+    """Case 8."""
     assert not any("usage" in chunk for chunk in stream(null_server, path, **fields))
 
 
