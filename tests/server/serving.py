@@ -49,6 +49,16 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return kept | dict(extra or {})
 
 
+class _Held:
+    """A client that is closed when its thread ends."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self.client = client
+
+    def __del__(self) -> None:
+        self.client.close()
+
+
 class RunningServer:
     """A started server that answers /ready. Leaving the context stops it, whatever state it is in."""
 
@@ -78,7 +88,6 @@ class RunningServer:
         self.port = int(self.url.rpartition(":")[2])
         self._verify = verify
         self._own = threading.local()
-        self._clients: list[httpx.Client] = []  # appended to by any thread
         wait_until(lambda: self.http.get("/ready").status_code == 200, "ready", START_TIMEOUT_S)
 
     def __enter__(self) -> Self:
@@ -88,18 +97,16 @@ class RunningServer:
         self, _type: type[BaseException] | None, _error: BaseException | None, _tb: TracebackType | None
     ) -> None:
         self.kill()
-        for client in self._clients:
-            client.close()
+        self.http.close()
 
     @property
     def http(self) -> httpx.Client:
         """Return this thread's client: without a GIL, httpcore's pool now and then mixes up connections of several."""
-        client: httpx.Client | None = getattr(self._own, "client", None)
-        if client is None:
+        held: _Held | None = getattr(self._own, "held", None)
+        if held is None:
             client = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False, verify=self._verify)
-            self._own.client = client
-            self._clients.append(client)
-        return client
+            held = self._own.held = _Held(client)
+        return held.client
 
     def _wait_for_line(self, pattern: str) -> str:
         deadline = time.monotonic() + START_TIMEOUT_S
